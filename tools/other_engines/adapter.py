@@ -7,7 +7,7 @@ optimizer. It computes nothing itself. docs/conformance-other-engines.md lists e
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -123,22 +123,18 @@ class AdaptedEngine(BaseEngine):
         """Return the parameters' memory by Hugging Face name; on one rank a shard is all of it."""
         return {name: _get_local(p) for name, p in self._other_model.named_parameters()}
 
-    def _check_entries(self, arrived: Sequence[tuple[str, Tensor]]) -> None:
-        def describe(name: str, tensor: Tensor) -> WeightEntry:
-            return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
-
-        check_weight_entries(
-            [describe(name, tensor) for name, tensor in self._parameters().items()],
-            [describe(name, tensor) for name, tensor in arrived],
-        )
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the parameters and the persistent buffers, which are also in the model's files."""
+        saved = self._other_model.state_dict().keys()
+        buffers = {name: b for name, b in self._other_model.named_buffers() if name in saved}
+        return {**self._parameters(), **buffers}
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
-        received = list(stream)
-        self._check_entries([(weight.name, weight.tensor) for weight in received])
-        parameters = self._parameters()
+        received, weights = list(stream), self._weights()
+        _check_entries(weights, [(weight.name, weight.tensor) for weight in received])
         with torch.no_grad():
             for name, tensor in received:
-                parameters[name].copy_(tensor)
+                weights[name].copy_(tensor)
 
     def _iterate_state(self) -> Iterator[TrainingState]:
         states = self._other_optimizer.state
@@ -160,7 +156,7 @@ class AdaptedEngine(BaseEngine):
 
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         entries = list(stream)
-        self._check_entries([(state.name, state.master) for state in entries])
+        _check_entries(self._parameters(), [(state.name, state.master) for state in entries])
         received = {state.name: state for state in entries}
         self._create_moments()
         with torch.no_grad():
@@ -211,6 +207,16 @@ def align_to_labels(column: Tensor, mask: Tensor) -> Tensor:
     """Move [T] values from the position that predicts a token to the token; 0 outside the mask."""
     shifted = torch.cat([column.new_zeros(1), column[:-1]])
     return torch.where(mask, shifted, 0.0)
+
+
+def _check_entries(own: Mapping[str, Tensor], arrived: Sequence[tuple[str, Tensor]]) -> None:
+    def describe(name: str, tensor: Tensor) -> WeightEntry:
+        return WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+    check_weight_entries(
+        [describe(name, tensor) for name, tensor in own.items()],
+        [describe(name, tensor) for name, tensor in arrived],
+    )
 
 
 def _get_local(tensor: Tensor) -> Tensor:
