@@ -184,7 +184,8 @@ class TransformersTrainerEngine(AdaptedEngine):
     def close(self) -> None:
         """Drop the trainer and its folder."""
         self._other_engine = None
-        shutil.rmtree(self._folder)
+        # A second call finds no folder.
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def pad_inputs(micro: SequenceBatch) -> dict[str, Tensor]:

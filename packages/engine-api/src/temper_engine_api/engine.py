@@ -1003,9 +1003,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free memory and destroy the process groups that this engine created.
+        """Free memory and destroy the process groups that this engine created; idempotent.
 
-        Another engine may be built in the same process afterwards.
+        `init_model` calls it if the other ranks failed, and then the owner of the engine may call
+        it again. Another engine may be built in the same process afterwards.
         """
 
     def _disable_adapter(self) -> AbstractContextManager[None]:

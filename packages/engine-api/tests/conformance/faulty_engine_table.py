@@ -487,6 +487,10 @@ FAULTY_ENGINES = (
         ("test_settings::test_deterministic_allows_only_deterministic_kernels",),
     ),
     FaultyEngine(
+        training.ClosesOnlyOnce,
+        ("test_call_order::test_engine_after_a_closed_engine_gives_the_same_update",),
+    ),
+    FaultyEngine(
         training.IgnoresComputeDtype,
         ("test_logprob::test_head_outputs_are_float32_under_bf16",),
     ),

@@ -353,3 +353,11 @@ class IgnoresComputeDtype(DataParallelOracle):
     @contextmanager
     def _autocast(self):
         yield
+
+
+class ClosesOnlyOnce(DataParallelOracle):
+    """Raises if it is closed a second time."""
+
+    def close(self):
+        del self.model
+        super().close()

@@ -135,4 +135,5 @@ class FullOracle(DataParallelOracle):
     def close(self):
         if self._saving_group is not None:
             dist.destroy_process_group(self._saving_group)
+            self._saving_group = None
         super().close()

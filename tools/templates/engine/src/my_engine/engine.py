@@ -291,8 +291,9 @@ class MyEngine(BaseEngine):
         self._check_can_move(device)
 
     def close(self) -> None:
-        """Free memory so that another engine can be built in the same process."""
-        del self._model
+        """Free memory so that another engine can be built; does nothing the second time."""
+        if hasattr(self, "_model"):
+            del self._model
         self._optimizer = None
 
 

@@ -401,8 +401,9 @@ class OracleEngine(BaseEngine):
         self._check_can_move(device)
 
     def close(self) -> None:
-        """Drop the model and the optimizer state."""
-        del self.model
+        """Drop the model and the optimizer state; does nothing if that was done before."""
+        if hasattr(self, "model"):
+            del self.model
         self.first_moments, self.second_moments, self.update_counts = {}, {}, {}
 
 

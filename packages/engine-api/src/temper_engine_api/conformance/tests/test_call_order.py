@@ -340,13 +340,15 @@ def test_engine_after_a_closed_engine_gives_the_same_update(
 def update_closed_and_new_engine(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
 ) -> list[Update]:
-    """Build, update and close an engine twice; return both updates."""
+    """Build, update and close two engines; return both updates."""
     updates = []
     for _ in range(2):
         engine: BaseEngine = rank.construct_engine(setup)
         engine.init_model()
         engine.set_loss_fn(ClippedPpoProbe())
         updates.append(run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)]))
+        engine.close()
+        # The owner of an engine closes it again if init_model() did so after a failure.
         engine.close()
     return updates
 
