@@ -97,7 +97,7 @@ def _conformance_tests(
     )
 
 
-MEGATRON_FAMILIES = "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next"
+MEGATRON_FAMILIES = "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next,nemotron_h"
 """Families of the kit that engine-megatron supports."""
 
 ENVIRONMENT = Step(name="environment", budget_s=2 * 60, commands=())

@@ -26,6 +26,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_close,
     assert_same_state,
 )
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter, save_adapter
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_TIED
@@ -320,6 +321,15 @@ def test_error_names_what_cannot_be_adapted_in_a_mixture_of_experts(config, lora
 def test_adapter_of_experts_of_a_dense_model_is_refused(config):
     with pytest.raises(ConfigError, match="this model has no experts"):
         MegatronEngine(replace(config, lora=LORA)).init_model()
+
+
+def test_adapter_of_experts_without_gates_is_refused(config):
+    architecture = FAMILIES["nemotron_h"].settings | FAMILIES["nemotron_h"].architecture
+    lora = replace(LORA, target_parameters=("experts.down_proj",))
+    with pytest.raises(CapabilityError, match="no adapters for experts without gates"):
+        MegatronEngine(
+            replace(config, model=ModelSpec(architecture=architecture), lora=lora)
+        ).init_model()
 
 
 def test_rank_that_peft_doubles_for_all_linear_is_refused(config, tmp_path):

@@ -94,6 +94,28 @@ def test_grouped_experts_equal_one_after_another_with_gradients(
     )
 
 
+def test_grouped_experts_without_gates_equal_one_after_another() -> None:
+    generator = torch.Generator().manual_seed(0)
+    counts = [3, 0, 7]
+    rows, probs = torch.randn(10, HIDDEN, generator=generator), torch.rand(10, generator=generator)
+    first = [torch.randn(WIDTH, HIDDEN, generator=generator) for _ in counts]
+    second = [torch.randn(HIDDEN, WIDTH, generator=generator) for _ in counts]
+    output = compute_grouped_experts(
+        rows,
+        probs,
+        tokens_per_expert=torch.tensor(counts),
+        first=first,
+        second=second,
+        activation=F.relu,
+        is_gated=False,
+    )
+    expected = [
+        (F.relu(x @ w1.t()) * p[:, None]) @ w2.t()
+        for x, p, w1, w2 in zip(rows.split(counts), probs.split(counts), first, second, strict=True)
+    ]
+    torch.testing.assert_close(output, torch.cat(expected))
+
+
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [

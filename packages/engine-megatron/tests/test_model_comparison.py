@@ -1,5 +1,6 @@
 """Test that models of other families are accepted only if tiny ones compute as in transformers."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -62,10 +63,25 @@ def test_tiny_model_has_layers_with_windows_and_without():
         ("qwen3", {"attention_bias": True}, ["attention_bias=True"]),
         ("llama", {"mlp_bias": True, "hidden_size": 64}, ["mlp_bias=True"]),
         ("qwen2", {"use_sliding_window": True, "tie_word_embeddings": True}, []),
+        ("nemotron_h", {"moe_latent_size": 16, "mamba_num_heads": 64}, ["moe_latent_size=16"]),
     ],
 )
 def test_fields_that_change_the_computation_are_not_covered(model_type, fields, untested):
     assert list_untested_fields(AutoConfig.for_model(model_type, **fields)) == untested
+
+
+def test_tiny_model_has_each_single_part_of_nemotron_layers():
+    config = AutoConfig.for_model("nemotron_h", hybrid_override_pattern="MEMEM*EMEM-")
+    kinds = ["linear_attention", "moe", "full_attention", "mlp"]
+    assert shrink_config(config)["layers_block_type"] == kinds
+
+
+@pytest.mark.nightly
+def test_narrow_experts_of_nemotron_compute_as_in_transformers(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    check(AutoConfig.for_model("nemotron_h", moe_latent_size=1024))
+    (result,) = map(json.loads, (path.read_text() for path in tmp_path.rglob("*.json")))
+    assert result["difference"] < 1e-5
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from torch import nn
 from transformers import PretrainedConfig
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.file_names import FileNames
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.adapter.adapter_plan import AdapterPlan
@@ -30,6 +30,7 @@ from temper_engine_megatron.huggingface.weight_names import (
     EXPERTS_PATH,
     FULL_RANK_LATENT_LINEARS,
     LATENT_LINEARS,
+    MAMBA_LINEARS,
     MIXER_LINEARS,
     MLP_LINEARS,
     TRAINED_BIAS,
@@ -92,7 +93,8 @@ class AdapterPlacement:
     def _attach_to_layer(self, layer: nn.Module, *, number: int, transformer_config: Any) -> None:
         modules = {
             path: hf_modules(
-                self.translation.find_mapping(f"decoder.layers.{number}.{path}.weight")
+                self.translation.find_mapping(f"decoder.layers.{number}.{path}.weight"),
+                self.file_names,
             )
             for path in _adaptable_linears(self.translation, number)
         }
@@ -167,7 +169,8 @@ def plan_placement(
 
     Raises:
         ConfigError: If no module matches, or one that cannot be adapted.
-        CapabilityError: If the adapter directory has another kind of adapter.
+        CapabilityError: If the adapter directory has another kind of adapter, or experts without
+            gates are adapted.
     """
     if config.recompute != "none" and config.lora.dropout > 0:
         raise ConfigError(
@@ -179,14 +182,17 @@ def plan_placement(
         module
         for number in range(translation.transformer_config.num_layers)
         for path in _adaptable_linears(translation, number)
-        for module in hf_modules(translation.find_mapping(f"decoder.layers.{number}.{path}.weight"))
+        for module in hf_modules(
+            translation.find_mapping(f"decoder.layers.{number}.{path}.weight"), file_names
+        )
     }
     modules = list_weight_modules(config.model, hf_config)
+    has_gates = translation.transformer_config.gated_linear_unit
     expert_tensors = tuple(
         f"{module}.{tensor}"
         for module in modules
         if module.endswith(".experts")
-        for tensor in EXPERT_LINEARS
+        for tensor in (EXPERT_LINEARS if has_gates else ("up_proj", "down_proj"))
     )
     head = "lm_head" if config.model.model_type == "language_model" else "score"
     plan = AdapterPlan(
@@ -201,6 +207,12 @@ def plan_placement(
         raise ConfigError(
             "lora.modules_to_save names lm_head, which this model ties to its other embedding: "
             "choose an untied model."
+        )
+    if plan.expert_targets and not has_gates:
+        raise CapabilityError(
+            "lora.target_parameters names expert tensors, but the Megatron engine has no adapters "
+            f"for experts without gates, such as those of {hf_config.model_type}: use the FSDP "
+            "engine, or name linear layers in lora.target_modules."
         )
     _check_key_heads(plan, config=config, translation=translation)
     if plan.expert_targets and config.expert_tensor_parallel_size not in (
@@ -248,8 +260,11 @@ def _adaptable_linears(translation: BridgeTranslation, number: int) -> tuple[str
     if config.multi_latent_attention:
         attention = FULL_RANK_LATENT_LINEARS if config.q_lora_rank is None else LATENT_LINEARS
     if number in config.linear_layers:
-        attention = MIXER_LINEARS
-    return attention if number in find_sparse_layers(config) else (*attention, *MLP_LINEARS)
+        attention = MIXER_LINEARS if config.has_paired_layers else MAMBA_LINEARS
+    mlp = () if number in find_sparse_layers(config) else MLP_LINEARS
+    if config.has_paired_layers:
+        return (*attention, *mlp)
+    return mlp if number in config.tokenwise_layers else attention
 
 
 def _build_layer_context(

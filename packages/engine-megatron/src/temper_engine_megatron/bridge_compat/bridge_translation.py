@@ -26,6 +26,7 @@ TESTED_MODEL_TYPES = (
     "gpt_oss",
     "gemma3_text",
     "qwen3_next",
+    "nemotron_h",
     "llama",
     "mistral",
 )
@@ -40,7 +41,6 @@ MISSING_COMPONENTS: Mapping[str, str] = {
     "gemma2": "soft-capped attention and logits",
     "qwen3_5_text": f"{_HYBRID}, and a translation by Megatron-Bridge",
     "qwen3_5_moe_text": f"{_HYBRID}, shared experts and a translation by Megatron-Bridge",
-    "nemotron_h": "Mamba layers over packed sequences, for which Megatron-Core needs mamba-ssm",
     "cohere": "LayerNorm, attention parallel to the MLP, and a factor of the logits",
 }
 """Components that this engine lacks for families that the FSDP engine supports, by model type."""
@@ -51,6 +51,9 @@ _STACKED_EXPERTS = re.compile(
 """Megatron names of `StackedExperts`, which are the engine's own."""
 _MIXER = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.mixer\.(.+)")
 """Megatron names of `LinearAttention`, which is the engine's own."""
+_MIXER_MODULES: Mapping[str, str] = {"nemotron_h": "backbone.layers.{}.mixer"}
+_QWEN_MIXER = "model.layers.{}.linear_attn"
+"""Modules of these layers in files, by model type; others are named as in Qwen3-Next."""
 _OWN_NAMES: Mapping[str, str] = {
     "post_self_attn_layernorm.": "self_attention.linear_proj.post_layernorm.",
     "post_mlp_layernorm.": "mlp.linear_fc2.post_layernorm.",
@@ -110,6 +113,7 @@ class BridgeTranslation:
         self.transformer_config: Any = provider
         """Megatron's transformer config; the caller adds the settings of the run."""
         self._mapping_registry = model_bridge.mapping_registry()
+        self._mixer_module = _MIXER_MODULES.get(hf_config.model_type, _QWEN_MIXER)
 
     def find_mapping(self, name: str) -> WeightMapping:
         """Return the mapping of a parameter by Megatron name, with the global layer number.
@@ -123,7 +127,7 @@ class BridgeTranslation:
             return WeightMapping(kind="stacked_experts", names=(file_name,))
         match = _MIXER.fullmatch(name)
         if match is not None:
-            file_name = f"model.layers.{match[1]}.linear_attn.{match[2]}"
+            file_name = f"{self._mixer_module.format(match[1])}.{match[2]}"
             return WeightMapping(kind="plain", names=(file_name,))
         for own_name, bridge_name in _OWN_NAMES.items():
             name = name.replace(own_name, bridge_name)
@@ -196,14 +200,23 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
     """Set what the bridge leaves out of Megatron's config, or cannot express."""
-    kinds = hf_config.to_dict().get("layer_types") or []
-    # Not a field of Megatron's.
-    provider.linear_layers = tuple(
-        number for number, kind in enumerate(kinds) if kind == "linear_attention"
-    )
+    fields = hf_config.to_dict()
+    # Nemotron-H has attention, a Mamba layer, an MLP or experts in a layer; others have pairs.
+    single_kinds = fields.get("layers_block_type")
+    kinds = single_kinds or fields.get("layer_types") or []
+    # The rest are not fields of Megatron's.
+    provider.linear_layers = _find_layers(kinds, "linear_attention")
+    provider.has_paired_layers = single_kinds is None
+    provider.tokenwise_layers = _find_layers(kinds, "mlp", "moe")
+    # Megatron's own narrow experts need TransformerEngine.
+    provider.expert_width, provider.moe_latent_size = fields.get("moe_latent_size"), None
     if provider.multi_latent_attention:
         # The bridge keeps Megatron's default where the model has none.
         provider.q_lora_rank = hf_config.q_lora_rank
+
+
+def _find_layers(kinds: Sequence[str], *chosen: str) -> tuple[int, ...]:
+    return tuple(number for number, kind in enumerate(kinds) if kind in chosen)
 
 
 def _to_grouped_name(name: str) -> str:
@@ -229,6 +242,10 @@ def _make_own_bridge(model_type: str) -> Any:
         from temper_engine_megatron.bridge_compat.gemma3_bridge import Gemma3TextBridge
 
         return Gemma3TextBridge()
+    if model_type == "nemotron_h":
+        from temper_engine_megatron.bridge_compat.nemotron_h_bridge import NemotronHBridge
+
+        return NemotronHBridge()
     return None
 
 

@@ -65,8 +65,17 @@ _SIZES: Mapping[str, int] = {
     "qk_rope_head_dim": 8,
     "qk_head_dim": 16,
     "v_head_dim": 12,
+    "moe_shared_expert_intermediate_size": 24,
+    # Mamba layers; a state is carried from chunk to chunk.
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "chunk_size": 4,
 }
 """Sizes of the tiny model, for the fields that a config has."""
+_UNTESTED_SIZES: Mapping[str, int] = {"moe_latent_size": 16}
+"""Sizes for parts that the tests of a model type do not have."""
 _TAKEN = frozenset(
     {
         *("model_type", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
@@ -76,12 +85,19 @@ _TAKEN = frozenset(
         *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
         *("linear_num_value_heads", "n_group", "topk_group", "first_k_dense_replace"),
         *("norm_topk_prob", "routed_scaling_factor", "router_aux_loss_coef"),
+        *("layers_block_type", "layer_norm_epsilon"),
+        # Read by the Mamba layer of transformers, which the engine runs.
+        *("conv_kernel", "expand", "time_step_min", "time_step_max", "time_step_floor"),
+        *("time_step_limit", "use_conv_bias", "use_bias", "mamba_hidden_act", "mamba_proj_bias"),
         # Refused by `transformer_settings` where the engine lacks it.
         *("attention_dropout", "attn_logit_softcapping", "final_logit_softcapping"),
         *("use_bidirectional_attention", "decoder_sparse_step", "mlp_only_layers"),
         # These have no effect on what transformers computes.
         *("is_encoder_decoder", "output_attentions", "output_hidden_states", "return_dict"),
         *("output_router_logits", "problem_type", "pretraining_tp", "num_nextn_predict_layers"),
+        *("mtp_layers_block_type", "moe_shared_expert_overlap", "num_logits_to_keep"),
+        *("mamba_ssm_cache_dtype", "use_mamba_kernels", "rescale_prenorm_residual"),
+        "residual_in_fp32",
     }
 )
 """Fields, other than sizes, that may differ from the defaults of a tested model type."""
@@ -188,7 +204,8 @@ def shrink_config(hf_config: PretrainedConfig) -> dict[str, object]:
     }
     num_heads = int(fields["num_attention_heads"])
     num_key_heads = int(fields.get("num_key_value_heads") or num_heads)
-    fields |= {name: size for name, size in _SIZES.items() if fields.get(name) is not None}
+    sizes = {**_SIZES, **_UNTESTED_SIZES}
+    fields |= {name: size for name, size in sizes.items() if fields.get(name) is not None}
     if hf_config.to_dict().get("num_experts_per_tok") == 1:
         # Routers that choose one expert often have another formula.
         fields["num_experts_per_tok"] = 1
@@ -202,7 +219,8 @@ def shrink_config(hf_config: PretrainedConfig) -> dict[str, object]:
 
 def _pick_layers(fields: Mapping[str, Any]) -> dict[str, object]:
     """Return the fields that number layers, for a few layers with all kinds among them."""
-    num_layers = int(fields["num_hidden_layers"])
+    # Nemotron-H has the list only.
+    num_layers = int(fields.get("num_hidden_layers") or len(fields["layers_block_type"]))
     lists = {
         name: value
         for name, value in fields.items()

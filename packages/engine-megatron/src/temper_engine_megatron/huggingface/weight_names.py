@@ -97,6 +97,8 @@ MIXER_LINEARS = tuple(
     f"self_attention.mixer.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")
 )
 """Linear layers of linear attention."""
+MAMBA_LINEARS = tuple(f"self_attention.mixer.{name}" for name in ("in_proj", "out_proj"))
+"""Linear layers of a Mamba layer."""
 MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
 """Linear layers of an MLP without experts that can have adapters."""
 EXPERTS_PATH = "mlp.experts"
@@ -168,7 +170,7 @@ def find_peft_mapping(
         return WeightMapping(kind=kinds[parameter], names=(f"{prefix}.{parameter}.weight",))
     module = next(
         module
-        for module in hf_modules(find_mapping(f"{linear}.weight"))
+        for module in hf_modules(find_mapping(f"{linear}.weight"), file_names)
         if module.rpartition(".")[2] == target
     )
     suffix = "" if parameter == "lora_magnitude_vector" else ".weight"
@@ -197,6 +199,11 @@ def peft_expert_prefix(module: str, target: str, *, adapted: Collection[str]) ->
     return f"{PEFT_PREFIX}{module}.base_layer" if is_inner else f"{PEFT_PREFIX}{module}"
 
 
-def hf_modules(mapping: WeightMapping) -> tuple[str, ...]:
-    """Return the Hugging Face modules of one of Megatron's weights."""
-    return tuple(name.removesuffix(".weight") for name in mapping.names)
+def hf_modules(mapping: WeightMapping, file_names: FileNames) -> tuple[str, ...]:
+    """Return the transformers modules of one of Megatron's weights."""
+    # Files of some models have other names than the modules in memory.
+    owners = [file_names.find_owner(name) for name in mapping.names]
+    return tuple(
+        (name if owner is None else owner[0]).removesuffix(".weight")
+        for name, owner in zip(mapping.names, owners, strict=True)
+    )

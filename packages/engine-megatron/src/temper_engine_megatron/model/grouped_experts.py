@@ -52,14 +52,18 @@ class GroupedExperts(SequentialMLP):
             first=first,
             second=second,
             activation=self.config.activation_func,
+            is_gated=self.config.gated_linear_unit,
         )
         return grouped, None
 
     def _can_group(self, rows: Tensor) -> bool:
         config = self.config
         # An adapter adds its update in hooks of the experts' linear layers, which do not run here.
-        is_plain = ADAPTER_MODULE not in self._modules and not config.add_bias_linear
-        is_gated = config.gated_linear_unit and not config.moe_apply_probs_on_input
+        is_plain = not (
+            ADAPTER_MODULE in self._modules
+            or config.add_bias_linear
+            or config.moe_apply_probs_on_input
+        )
         has_own_activation = (
             config.activation_func_clamp_value is not None or config.glu_linear_offset
         )
@@ -69,7 +73,7 @@ class GroupedExperts(SequentialMLP):
         )
         # PyTorch has grouped kernels for bf16; in other dtypes it runs a loop as well.
         has_kernel = rows.is_cuda and rows.dtype is torch.bfloat16
-        return bool(has_kernel and is_plain and is_gated and is_aligned and not has_own_activation)
+        return bool(has_kernel and is_plain and is_aligned and not has_own_activation)
 
 
 def compute_grouped_experts(
@@ -80,25 +84,33 @@ def compute_grouped_experts(
     first: Sequence[Tensor],
     second: Sequence[Tensor],
     activation: Callable[[Tensor], Tensor],
+    is_gated: bool = True,
 ) -> Tensor:
     """Compute p W2 (f(g) * u) with [g, u] = W1 x for the rows x of each expert.
+
+    Without gates, compute p W2 f(W1 x).
 
     Args:
         rows: [N, H], sorted by expert.
         probs: [N] router weight p per row.
         tokens_per_expert: [E] number of rows per expert, on any device.
-        first: W1 per expert, [2 F, H] with the gate g before u.
+        first: W1 per expert, [2 F, H] with the gate g before u; [F, H] without gates.
         second: W2 per expert, [H, F].
         activation: f.
+        is_gated: Whether experts have gates.
 
     Returns:
         [N, H] in the dtype of the rows.
     """
     ends = tokens_per_expert.to(rows.device, non_blocking=True).cumsum(0, dtype=torch.int32)
     hidden = _multiply_grouped(rows, first, ends)
-    gate, up = hidden.chunk(2, dim=-1)
+    if is_gated:
+        gate, up = hidden.chunk(2, dim=-1)
+        inner = activation(gate) * up
+    else:
+        inner = activation(hidden)
     # Megatron weights the input of the second product, in the router's float32.
-    weighted = (activation(gate) * up * probs[:, None]).to(rows.dtype)
+    weighted = (inner * probs[:, None]).to(rows.dtype)
     return _multiply_grouped(weighted, second, ends)
 
 

@@ -6,6 +6,7 @@ docs/decisions/0025-layers-in-plain-torch.md.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -24,6 +26,10 @@ from temper_engine_megatron.bridge_compat import get_expert_submodules, replace_
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.model.grouped_experts import GroupedExperts
 from temper_engine_megatron.model.latent_attention import LatentAttention
+from temper_engine_megatron.model.latent_experts import (
+    NarrowGroupedExperts,
+    NarrowSequentialExperts,
+)
 from temper_engine_megatron.model.moe_router import (
     MoETransformerLayer,
     SequenceLossRouter,
@@ -132,6 +138,15 @@ def _make_normalized_add(norm: RMSNorm, *_: object) -> Callable[..., Tensor]:
     return add
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerKind:
+    has_experts: bool
+    is_linear: bool
+    """True for a layer with a state, such as linear attention."""
+    mixes_tokens: bool
+    """False for a layer that has experts or an MLP only."""
+
+
 def build_block_spec(
     transformer_config: Any, *, layers: Sequence[int], groups_experts: bool
 ) -> Any:
@@ -144,29 +159,27 @@ def build_block_spec(
     """
     sparse_layers = find_sparse_layers(transformer_config)
     kinds = [
-        (layer in sparse_layers, layer in transformer_config.linear_layers) for layer in layers
+        _LayerKind(
+            has_experts=layer in sparse_layers,
+            is_linear=layer in transformer_config.linear_layers,
+            mixes_tokens=layer not in transformer_config.tokenwise_layers,
+        )
+        for layer in layers
     ]
     specs = {
-        (has_experts, is_linear): _build_layer_spec(
-            transformer_config,
-            has_experts=has_experts,
-            is_linear=is_linear,
-            groups_experts=groups_experts,
-        )
-        for has_experts, is_linear in set(kinds)
+        kind: _build_layer_spec(transformer_config, kind=kind, groups_experts=groups_experts)
+        for kind in set(kinds)
     }
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm
     )
 
 
-def _build_layer_spec(
-    transformer_config: Any, *, has_experts: bool, is_linear: bool, groups_experts: bool
-) -> Any:
+def _build_layer_spec(transformer_config: Any, *, kind: _LayerKind, groups_experts: bool) -> Any:
     # Megatron's "local" spec is the one without TransformerEngine.
     layer = get_gpt_layer_local_spec(
         # Megatron's own grouped products need TransformerEngine.
-        num_experts=transformer_config.num_moe_experts if has_experts else None,
+        num_experts=transformer_config.num_moe_experts if kind.has_experts else None,
         moe_grouped_gemm=False,
         qk_layernorm=transformer_config.qk_layernorm,
         multi_latent_attention=transformer_config.multi_latent_attention,
@@ -174,17 +187,20 @@ def _build_layer_spec(
     )
     if transformer_config.has_post_norms:
         layer.module = PostNormLayer
-    if has_experts:
+    if kind.has_experts:
         layer.module = MoETransformerLayer
         get_expert_submodules(layer).router = SequenceLossRouter
-        if transformer_config.stacks_experts:
-            replace_experts(layer, StackedExperts)
-        elif groups_experts:
-            replace_experts(layer, GroupedExperts)
+        experts = _choose_experts(transformer_config, groups_experts=groups_experts)
+        if experts is not None:
+            replace_experts(layer, experts)
     # Every norm and the attention are replaced; the linear layers remain Megatron's.
     submodules = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = RMSNorm
-    if is_linear:
+    if not transformer_config.has_paired_layers:
+        _keep_single_part(submodules, mixes_tokens=kind.mixes_tokens)
+    if not kind.mixes_tokens:
+        return layer
+    if kind.is_linear:
         # Imported here, because older versions of transformers do not have it.
         from temper_engine_megatron.model.linear_attention import LinearAttention
 
@@ -198,3 +214,22 @@ def _build_layer_spec(
     elif transformer_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer
+
+
+def _choose_experts(transformer_config: Any, *, groups_experts: bool) -> type | None:
+    """Return the class of a layer's experts; None for Megatron's own."""
+    if transformer_config.stacks_experts:
+        return StackedExperts
+    if transformer_config.expert_width is not None:
+        return NarrowGroupedExperts if groups_experts else NarrowSequentialExperts
+    return GroupedExperts if groups_experts else None
+
+
+def _keep_single_part(submodules: Any, *, mixes_tokens: bool) -> None:
+    """Leave a layer with the part that mixes tokens, or with its MLP or experts."""
+    if mixes_tokens:
+        submodules.pre_mlp_layernorm = submodules.mlp = IdentityOp
+        submodules.mlp_bda = IdentityFuncOp
+    else:
+        submodules.input_layernorm = submodules.self_attention = IdentityOp
+        submodules.self_attn_bda = IdentityFuncOp

@@ -1,4 +1,4 @@
-"""Linear attention of Qwen3-Next: the layer of transformers, called once per sequence.
+"""Linear attention and Mamba layers: those of transformers, called once per sequence.
 
 Each sequence starts with an empty state. The layer is not divided: ranks that share a sequence
 gather it, compute all of the layer, and keep their tokens.
@@ -14,10 +14,23 @@ from megatron.core.tensor_parallel import (
     scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
-from torch import Tensor
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+from torch import Tensor, nn
 
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, gather_sequence
+
+
+def _import_mixer_class(model_type: str) -> type[nn.Module]:
+    mixer_class: type[nn.Module]
+    # Imported here, because older versions of transformers lack some of these models.
+    if model_type == "nemotron_h":
+        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
+
+        mixer_class = NemotronHMamba2Mixer
+        return mixer_class
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+    mixer_class = Qwen3NextGatedDeltaNet
+    return mixer_class
 
 
 class LinearAttention(MegatronModule):
@@ -33,8 +46,9 @@ class LinearAttention(MegatronModule):
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self._group: dist.ProcessGroup = groups.cp
+        mixer_class = _import_mixer_class(config.hf_config.model_type)
         # Megatron counts layers from 1.
-        self.mixer = Qwen3NextGatedDeltaNet(config.hf_config, layer_number - 1)
+        self.mixer = mixer_class(config.hf_config, layer_number - 1)
         self.mixer.to(config.params_dtype)
 
     def forward(

@@ -12,6 +12,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
+from temper_engine_megatron.model.latent_experts import add_projections
 from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.packed_attention import RouterTokens
 
@@ -160,6 +161,11 @@ class MoETransformerLayer(TransformerLayer):
     In the layer and not in the model, because activation recomputation runs layers again in the
     backward pass, when another micro-batch may be current.
     """
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        if config.expert_width is not None:
+            add_projections(self.mlp, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; same arguments as Megatron's."""

@@ -10,6 +10,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 
+_WITHOUT_ROTATION = frozenset({"nemotron_h"})
+"""Model types whose attention knows no positions; an angle of 0 leaves queries and keys alone."""
+
 
 def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float]:
     """Return [D / 2] float32 angles per position, and a factor of rotated queries and keys.
@@ -21,6 +24,8 @@ def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, flo
         ConfigError: If transformers does not know the type of the embeddings.
         CapabilityError: If the engine does not support it.
     """
+    if hf_config.model_type in _WITHOUT_ROTATION:
+        return torch.zeros(_get_head_dim(hf_config) // 2), 1.0
     kinds = list_rotary_kinds(hf_config)
     if kinds is None:
         return _compute_kind(hf_config, dict(hf_config.rope_parameters))
@@ -39,6 +44,8 @@ def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, flo
 
 def list_rotary_kinds(hf_config: PretrainedConfig) -> list[str] | None:
     """Return the kinds of layers that have angles of their own; None if all have the same."""
+    if hf_config.model_type in _WITHOUT_ROTATION:
+        return None
     is_nested = all(isinstance(value, Mapping) for value in hf_config.rope_parameters.values())
     return sorted(set(hf_config.layer_types)) if is_nested else None
 

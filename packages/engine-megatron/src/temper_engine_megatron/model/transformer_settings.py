@@ -327,7 +327,9 @@ def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> d
     num_layers = transformer_config.num_layers
     # Some configs have a switch, others only a window.
     has_windows = hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None)
-    kinds = hf_fields.get("layer_types") or ["sliding_attention"] * num_layers
+    # Nemotron-H has a window in its config, which its layers do not use.
+    kinds = hf_config.to_dict().get("layers_block_type") or hf_fields.get("layer_types")
+    kinds = kinds or ["sliding_attention"] * num_layers
     rotary_kinds = list_rotary_kinds(hf_config)
     is_gemma = hf_config.model_type == "gemma3_text"
     fields: dict[str, object] = {

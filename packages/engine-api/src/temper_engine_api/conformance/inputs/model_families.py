@@ -108,7 +108,11 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
     },
     "nemotron_h": {
         **_EXPERTS,
-        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        # Divided into four chunks of a pipeline, each has attention or a Mamba layer to adapt.
+        "layers_block_type": [
+            *("linear_attention", "moe", "full_attention"),
+            *("linear_attention", "mlp", "full_attention"),
+        ],
         "num_key_value_heads": 2,
         "moe_shared_expert_intermediate_size": 24,
         "mamba_num_heads": 4,
