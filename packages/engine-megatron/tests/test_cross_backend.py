@@ -25,6 +25,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_close,
     assert_same_state,
 )
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.tiny_adapters import TinyAdapter
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, QWEN2_TIED, VALUE
 from temper_engine_api.errors import CheckpointError
@@ -249,6 +250,27 @@ def test_engine_without_optimizer_loads_only_the_weights(
     ]
     assert exported[0][0].keys() == exported[1][0].keys()
     assert all(torch.equal(exported[0][0][name], tensor) for name, tensor in exported[1][0].items())
+
+
+@pytest.mark.parametrize("optimizer", [None, ADAMW], ids=["weights", "training-state"])
+@pytest.mark.parametrize(("first", "second"), [("fsdp", "megatron"), ("megatron", "fsdp")])
+def test_biases_of_routers_continue_in_the_other_engine(
+    rank_pool, oracle, tmp_path, first, second, optimizer
+):
+    # Its files have other names than its parameters in memory.
+    setup = oracle.make_setup(FAMILIES["nemotron_h"], optimizer=optimizer)
+    saved, loaded = (
+        rank_pool.run(
+            save_or_load_and_export,
+            engine=engine,
+            layout=ONE_RANK,
+            arguments={"setup": setup, "folder": tmp_path, "saves": engine == first},
+        )[0]
+        for engine in (first, second)
+    )
+    (bias,) = (name for name in saved if name.endswith("e_score_correction_bias"))
+    assert saved[bias].mean() > 0.1
+    assert torch.equal(loaded[bias], saved[bias])
 
 
 def save_or_load_and_export(rank, *, setup, folder, saves):

@@ -335,8 +335,7 @@ class FSDPEngine(BaseEngine):
         )
         check_saved_entries(expected, saved.list_entries(), directory=saved.directory)
         if components.optimizer is None:
-            # The portable state has no buffers, but `load_weights` expects all names: keep the
-            # current values.
+            # `load_weights` expects all names: keep the current values.
             own = (
                 NamedWeight(*named)
                 for buffer in components.buffers.items()
@@ -350,6 +349,9 @@ class FSDPEngine(BaseEngine):
             )
         else:
             self._load_state(saved.iterate_state())
+        weight_export.load_portable_buffers(
+            components.buffers, saved, file_names=components.file_names
+        )
 
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:
         # A copy on the device, since NCCL cannot reduce host tensors and all_reduce is in place.

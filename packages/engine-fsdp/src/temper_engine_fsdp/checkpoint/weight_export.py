@@ -11,11 +11,13 @@ from safetensors import safe_open
 from torch import Tensor
 
 from temper_engine_api.checkpoint.saved_state import (
+    BUFFER,
     COUNT,
     FIRST,
     SAFETENSORS_FOLDER,
     SECOND,
     SavedState,
+    select_buffers,
 )
 from temper_engine_api.errors import WeightError
 from temper_engine_api.file_names import FileNames
@@ -222,4 +224,19 @@ def open_portable_state(directory: str) -> SavedState:
     has_moments = all(
         f"{kind}.{name}" in files for name in shapes for kind in (FIRST, SECOND, COUNT)
     )
-    return SavedState(directory=directory, weights=shapes, has_moments=has_moments, read=read)
+    return SavedState(
+        directory=directory,
+        weights=shapes,
+        has_moments=has_moments,
+        read=read,
+        buffers=select_buffers(files),
+    )
+
+
+@torch.no_grad()
+def load_portable_buffers(buffers: Buffers, saved: SavedState, *, file_names: FileNames) -> None:
+    """Set the buffers that another engine saved, such as biases of routers; others stay."""
+    for name, buffer in buffers.items():
+        for file_name, part in file_names.split(name, buffer):
+            if file_name in saved.buffers:
+                part.copy_(saved.read(BUFFER, file_name))

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from temper_engine_api.checkpoint.saved_state import BUFFER
@@ -131,7 +132,13 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
                 saved, base.local_names(), file_names=file_names
             ).iterate_weights()
         )
-    base.load_buffers(lambda name: saved.read(BUFFER, name), names=saved.buffers)
+    # Checkpoints of FSDPEngine have the names in memory.
+    buffer_names = {
+        file_name: name
+        for name in saved.buffers
+        for file_name, _ in file_names.split(name, torch.empty(()))
+    }
+    base.load_buffers(lambda name: saved.read(BUFFER, buffer_names[name]), names=buffer_names)
     local = checkpoint_files.select_saved(saved, trainable.local_names(), file_names=file_names)
     if components.optimizer is None:
         trainable.load_local_weights(local.iterate_weights())
