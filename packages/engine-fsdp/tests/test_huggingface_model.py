@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -196,6 +197,14 @@ def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
         match="cannot build a language_model with packed attention from this falcon model",
     ):
         build_model(ModelSpec(architecture={**TINY, "model_type": "falcon"}), attention=SDPA_VARLEN)
+
+
+@pytest.mark.skipif(find_spec("timm") is not None, reason="needs an environment without timm")
+def test_error_names_the_package_that_a_model_needs() -> None:
+    register_kernels()
+    architecture = {"model_type": "gemma3n", "text_config": {**TINY, "model_type": "gemma3n_text"}}
+    with pytest.raises(ConfigError, match=r"this gemma3n model without a package .* timm library"):
+        build_model(ModelSpec(architecture=architecture), attention=SDPA_VARLEN)
 
 
 @pytest.mark.parametrize("model_type", ["olmo", "gemma3_text"])

@@ -74,8 +74,8 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     Raises:
         CapabilityError: If the model mixes packed sequences, has layers between its last hidden
             state and its head, or does not allow its attention to be replaced.
-        ConfigError: If transformers does not know the architecture, or the model needs code from
-            its directory and `trust_remote_code` is False.
+        ConfigError: If transformers does not know the architecture or needs a package that is not
+            installed, or the model needs code from its directory and `trust_remote_code` is False.
         WeightError: If weights are missing or unexpected.
     """
     config = read_config(spec)
@@ -96,6 +96,11 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
             model, report = _instantiate(
                 auto, spec, config, attention=attention, loads_weights=load_weights
             )
+        except ImportError as error:
+            raise ConfigError(
+                f"transformers cannot build this {config.model_type} model without a package that "
+                f"is not installed: {_first_sentence(error)} Install it."
+            ) from error
         except (
             ValueError,
             KeyError,
