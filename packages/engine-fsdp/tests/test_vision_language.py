@@ -1,12 +1,13 @@
 """Text parts of vision-language models: the encoder of images is frozen, sharded and exported."""
 
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
@@ -135,3 +136,21 @@ def test_value_model_of_a_vision_language_model_is_refused(
     value = replace(config, model=ModelSpec(path=str(folder), model_type="value_model"))
     with pytest.raises(CapabilityError, match=f"no {family} model with a head for tokens"):
         FSDPEngine.check_model(value)
+
+
+def test_experts_with_rows_and_columns_exchanged_give_the_same_model(
+    start: Start, tmp_path: Path
+) -> None:
+    # The files that Qwen published have [experts, in, out]; transformers saves [experts, out, in].
+    saved = write_model(FAMILIES["qwen3_vl_moe"], folder=tmp_path)
+    published = shutil.copytree(saved, tmp_path / "published")
+    weights = load_file(saved / "model.safetensors")
+    experts = [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]
+    assert len(experts) == 2 * FAMILIES["qwen3_vl_moe"].settings["num_hidden_layers"]
+    exchanged = {name: weights[name].transpose(1, 2).contiguous() for name in experts}
+    save_file({**weights, **exchanged}, published / "model.safetensors", {"format": "pt"})
+    with start(model=ModelSpec(path=str(published))).export_weights() as stream:
+        exported = {name: tensor.clone() for name, tensor in stream}
+    assert exported.keys() == weights.keys()
+    for name in experts:
+        assert torch.equal(exported[name], weights[name]), name
