@@ -72,6 +72,7 @@ _LINEAR_ATTENTION_GRADIENTS = {
     "qwen3_5_text": 1e-4,
     "qwen3_5_moe_text": 2e-4,
     "qwen3_5": 1e-4,
+    "qwen3_5_moe": 2e-4,
 }
 """Tolerance by family with gated linear attention.
 

@@ -33,6 +33,14 @@ _LINEAR: Mapping[str, object] = MappingProxyType(
         "num_key_value_heads": 2,
     }
 )
+_SHARED_EXPERTS: Mapping[str, object] = MappingProxyType(
+    {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    }
+)
 
 _ENCODER: Mapping[str, object] = MappingProxyType(
     {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "patch_size": 4, "num_heads": 2}
@@ -91,21 +99,9 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         # Values are narrower than queries and keys, which have 16.
         "v_head_dim": 12,
     },
-    "qwen3_next": {
-        **_LINEAR,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-    },
+    "qwen3_next": {**_LINEAR, **_SHARED_EXPERTS},
     "qwen3_5_text": _LINEAR,
-    "qwen3_5_moe_text": {
-        **_LINEAR,
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-    },
+    "qwen3_5_moe_text": {**_LINEAR, **_SHARED_EXPERTS},
     "nemotron_h": {
         **_EXPERTS,
         # Divided into four chunks of a pipeline, each has attention or a Mamba layer to adapt.
@@ -123,6 +119,17 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "chunk_size": 4,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "qwen2_vl": {
+        "num_key_value_heads": 2,
+        "rope_parameters": _MIXED_ROPE,
+        "vision_config": {
+            "depth": 1,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "num_heads": 2,
+            "patch_size": 4,
+        },
+    },
     "qwen2_5_vl": {
         "num_key_value_heads": 2,
         "rope_parameters": _MIXED_ROPE,
@@ -136,6 +143,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "moe_intermediate_size": 24,
     },
     "qwen3_5": {**_LINEAR, "vision_config": _QWEN3_ENCODER},
+    "qwen3_5_moe": {**_LINEAR, **_SHARED_EXPERTS, "vision_config": _QWEN3_ENCODER},
     "cohere": {"num_key_value_heads": 2, "logit_scale": 0.25, "tie_word_embeddings": True},
 }
 
