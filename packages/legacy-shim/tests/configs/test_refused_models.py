@@ -54,12 +54,28 @@ def test_model_that_the_engine_trains_or_that_is_unknown_is_not_named(model: str
 
 
 def test_megatron_trains_fewer_models() -> None:
-    assert refusals("google/gemma-3-1b-it", "model_engine=megatron")[0].startswith(
-        "MegatronEngine refuses the model google/gemma-3-1b-it"
+    assert refusals("google/gemma-2-9b-it", "model_engine=megatron")[0].startswith(
+        "MegatronEngine refuses the model google/gemma-2-9b-it"
     )
-    for model in ("openai/gpt-oss-20b", "deepseek-ai/DeepSeek-V3", "/models/Qwen3-Next-80B-A3B"):
+    for model in ("Qwen/Qwen3.5-35B-A3B", "THUDM/GLM-4-9B", "google/gemma-7b", "allenai/OLMo-2-7B"):
         assert len(refusals(model, "model_engine=megatron")) == 1
-    assert refusals("Qwen/Qwen3-30B-A3B", "model_engine=megatron") == []
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "Qwen/Qwen3-30B-A3B",
+        "openai/gpt-oss-20b",
+        "deepseek-ai/DeepSeek-V3",
+        "/models/Qwen3-Next-80B-A3B",
+        "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
+        "google/gemma-3-1b-it",
+        "zai-org/GLM-4.5-Air",
+        "mistralai/Mixtral-8x7B-v0.1",
+    ],
+)
+def test_models_that_megatron_trains_are_not_named(model: str) -> None:
+    assert refusals(model, "model_engine=megatron") == []
 
 
 def test_config_of_a_local_folder_decides_over_its_name(tmp_path: Path) -> None:

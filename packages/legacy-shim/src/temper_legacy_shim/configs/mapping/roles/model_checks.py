@@ -218,8 +218,9 @@ def _part(fields: Mapping[str, object]) -> str:
 
 _LAYERS = "has sparse, chunked or pure state-space layers"
 _MEGATRON = (
-    "is none of the models that MegatronEngine trains (Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, Llama 2 "
-    "and 3, Mistral)"
+    "is none of the models that MegatronEngine trains (Qwen2, Qwen2.5, Qwen3, Qwen3-MoE, "
+    "Qwen3-Next, Llama 2 and 3, Mistral, Mixtral, Gemma 3, GLM-4.5, DeepSeek-V3, gpt-oss, "
+    "Nemotron-H)"
 )
 
 _DISTILLED = re.compile(r"distill", re.IGNORECASE)
@@ -231,16 +232,14 @@ _REFUSED: tuple[tuple[str, str, str], ...] = (
 """Models that FSDPEngine refuses with a sampler: names, model types, and the reason."""
 _NOT_MEGATRON = (
     (
-        r"gpt[-_]?oss|qwen[-_]?3[-_]next|qwen[-_]?3[._][5-9]|kimi[-_](linear|k2)"
-        r"|falcon[-_]?h1|nemotron[-_]?(h|3|nano)|deepseek[-_]?(v2|v3|r1|coder[-_]v2)"
-        r"|moonlight|mixtral|minimax[-_]?m2|command[-_]?[ar](?![a-z])|aya[-_]|gemma"
-        r"|phi[-_]?[34]|olmoe?|glm[-_]?4|smollm|exaone|granite|internlm|baichuan|mimo[-_]"
-        r"|seed[-_]oss|qwen[-_]?(1[._]5|2)[-_](moe|57b)"
+        r"qwen[-_]?3[._][5-9]|kimi[-_](linear|k2)|falcon[-_]?h1|deepseek[-_]?(v2|coder[-_]v2)"
+        r"|minimax[-_]?m2|command[-_]?[ar](?![a-z])|aya[-_]|gemma(?![-_]?3)|phi[-_]?[34]|olmoe?"
+        r"|glm[-_]?4(?![._][5-9])|smollm|exaone|granite|internlm|baichuan|mimo[-_]|seed[-_]oss"
+        r"|qwen[-_]?(1[._]5|2)[-_](moe|57b)"
     ),
     (
-        r"gpt_oss|qwen3_next|qwen3_5\w*|kimi_\w*|falcon_h1|nemotron_h|deepseek_v[23]|mixtral"
-        r"|minimax_m2|cohere\d?|gemma\w*|phi3|olmo\w*|glm\w*|smollm3|exaone\w*|granite\w*"
-        r"|qwen2_moe|mimo|seed_oss"
+        r"qwen3_5\w*|kimi_\w*|falcon_h1|deepseek_v2|minimax_m2|cohere\d?|gemma|gemma[24]\w*|phi3"
+        r"|olmo\w*|glm4?|smollm3|exaone\w*|granite\w*|qwen2_moe|mimo|seed_oss"
     ),
 )
 
