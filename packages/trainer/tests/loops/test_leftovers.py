@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.process_folders import FOLDER_NAME, is_orphan, make_folder_path
+from temper_engine_api.process_folders import FOLDER_NAME, make_folder_path
 
 from .conftest import SMALL
 
@@ -140,7 +140,11 @@ class Site:
     def finish(self, run: Path, *overrides: str) -> None:
         """Run to the end."""
         process = self.start(run, *overrides)
-        assert process.wait(timeout=600) == 0, self.log[-5000:]
+        deadline = time.monotonic() + 600
+        while process.poll() is None and time.monotonic() < deadline:
+            self.look()
+            time.sleep(0.2)
+        assert process.poll() == 0, self.log[-5000:]
 
     def wait_for(self, process: "subprocess.Popen[bytes]", condition: Callable[[], bool]) -> None:
         """Wait for a condition, noting all processes on the way."""
@@ -204,7 +208,7 @@ class Site:
         if name.startswith("sem."):  # such as one that was killed a moment ago
             return inode in self.mapped
         folder = FOLDER_NAME.fullmatch(name)
-        return folder is None or int(folder["process"]) in self.seen or is_orphan(name)
+        return folder is None or int(folder["process"]) in self.seen
 
     def files(self) -> list[str]:
         """Return files of ended runs in the temporary directory and in shared memory."""
