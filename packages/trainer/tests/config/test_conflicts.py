@@ -195,6 +195,13 @@ def test_conflict_names_both_keys(overrides: list[str], first: str, second: str)
     assert second in str(caught.value)
 
 
+def test_single_completion_of_a_prompt_may_be_its_most_likely_tokens() -> None:
+    one = [*RL, "algorithm=reinforce_plus_plus", "sampling.top_k=1"]
+    load(one)
+    with pytest.raises(ConfigError, match=r"sampling\.top_k is 1 \(greedy\)"):
+        load([*one, "algorithm.group_size=2"])
+
+
 def test_servers_on_other_hosts_need_an_address_that_they_reach() -> None:
     on_servers = [*RL, "rollout=vllm", "rollout.vllm.servers=[127.0.0.1:8100,10.0.0.5:8100]"]
     with pytest.raises(ConfigError, match=r"such as 10\.0\.0\.5:8100, cannot reach: set runtime"):

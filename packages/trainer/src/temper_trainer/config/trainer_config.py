@@ -261,7 +261,9 @@ def _find_greedy_conflicts(config: TrainerConfig) -> Iterator[str]:
     greedy = config.sampling.greedy_cause
     has_zero_temperature = config.sampling.temperature == 0
     remedy = "raise the temperature" if has_zero_temperature else "set top_k to 0 for all tokens"
-    if greedy and config.task in RL_TASKS:
+    # With top_k=1 log-probs are those of all tokens, so that a single completion can be trained.
+    is_refused = has_zero_temperature or (greedy and config.algorithm.group_size > 1)
+    if is_refused and config.task in RL_TASKS:
         yield f"sampling.{greedy} in task {config.task}, so {_ALL_EQUAL}: {remedy}."
     if greedy and config.task == "generate" and num_completions > 1:
         key = f"generate.num_completions is {num_completions}"

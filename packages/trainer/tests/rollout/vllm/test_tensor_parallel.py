@@ -80,7 +80,7 @@ def test_each_worker_loads_its_shard_of_the_weights_of_another_rank(
         publish(served, version)
         expected = served.pair.sampler().sample(requests)
         for actual, hf in zip(served.sampler.sample(requests), expected, strict=True):
-            assert actual.tokens == hf.tokens
+            assert tuple(actual.tokens) == hf.tokens
             assert actual.weight_version == version
             assert actual.rollout_logprobs == pytest.approx(hf.rollout_logprobs, abs=5e-5)
         served.perturb(version)

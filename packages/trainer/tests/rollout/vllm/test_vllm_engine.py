@@ -43,7 +43,7 @@ def assert_equals_hf(served: Served, *, prompts: list[list[int]]) -> None:
     for hf_completion, vllm_completion in zip(
         served.pair.sampler().sample(requests), served.sampler.sample(requests), strict=True
     ):
-        assert vllm_completion.tokens == hf_completion.tokens
+        assert tuple(vllm_completion.tokens) == hf_completion.tokens
         assert vllm_completion.finish_reason == hf_completion.finish_reason
         assert vllm_completion.rollout_logprobs == pytest.approx(
             hf_completion.rollout_logprobs, abs=TOLERANCE
@@ -138,7 +138,7 @@ def test_stop_text_ends_a_completion_and_is_part_of_it(served: Served) -> None:
     stopping = [replace(request[0], sampling=replace(request[0].sampling, stop=(text,)))]
     (stopped,) = served.sampler.sample(stopping)
     assert stopped.finish_reason == FinishReason.STOP_TEXT
-    assert stopped.tokens == served.pair.sampler().sample(stopping)[0].tokens
+    assert tuple(stopped.tokens) == served.pair.sampler().sample(stopping)[0].tokens
 
 
 def test_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> None:
