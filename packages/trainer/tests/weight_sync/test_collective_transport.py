@@ -62,6 +62,7 @@ class Server:
         self.dies_at_bucket = dies_at_bucket
         self.dies_when_it_joins = False
         self.join_problem = ""
+        self.problem_after_meeting = ""
         self._thread = ThreadPoolExecutor(1)
         self.buffer_addresses: set[int] = set()
 
@@ -107,7 +108,22 @@ class Server:
             self.die()
         if self.join_problem or self.is_dead:
             raise ReplicaError(f"{self.name}: {self.join_problem or 'died'}")
+        if problem := self.problem_after_meeting:
+            self.problem_after_meeting = ""
+            self.meet(spec)
+            if problem == "died":
+                time.sleep(0.5)  # its death is noticed later than the connections that it breaks
+                self.die()
+            raise ReplicaError(f"{self.name}: {problem}")
         self.channel = join_channel(spec.to_dict(), device=torch.device("cpu"))
+
+    def meet(self, spec: ChannelSpec) -> None:
+        """Meet the other members at the store, and join no further."""
+        timeout = timedelta(seconds=20)
+        store = TokenStore(spec.address, spec.port, token=spec.token, timeout=timeout)
+        store.set(f"joined {spec.rank}", b"")
+        store.wait([f"joined {rank}" for rank in range(spec.size)])
+        store.close()
 
     def receive_weights(
         self, layout: list[PackedBucket], version: int, keep_copy: bool = False
@@ -269,7 +285,9 @@ def make_spec(actor: Any, *, size: int, buffer_bytes: int, timeout_s: float = 60
 def test_channel_that_a_server_does_not_join_is_a_problem_of_that_publish() -> None:
     actor: Any = Actor()
     spec = make_spec(actor, size=2, buffer_bytes=64, timeout_s=0.5)
-    assert "a member of the weight channel was lost" in open_sender_channel(actor, {0: spec})
+    problem, absent = open_sender_channel(actor, {0: spec})
+    assert problem.startswith("ranks (1,) of the weight channel cannot be reached: timed out")
+    assert absent == (1,)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((spec.address, spec.port))
 
@@ -339,6 +357,42 @@ def test_server_that_cannot_join_a_channel_leaves_and_the_others_get_the_weights
     with pytest.raises(ReplicaError, match="can't be reached"):
         transport.send(3)
     transport.close()
+
+
+def test_server_that_fails_to_join_because_another_one_died_stays() -> None:
+    servers = [Server(0), Server(1)]
+    transport = transport_between(Actor(), *servers)
+    for server in servers:
+        server.can_restart = False
+    servers[0].problem_after_meeting = "connection reset by peer"
+    servers[1].problem_after_meeting = "died"
+    transport.send(1)
+    assert transport._sampler.replicas == (servers[0],)
+    assert servers[0].version == 1
+    assert not transport._sampler.has_refused(servers[0])
+    transport.close()
+
+
+def test_member_does_not_wait_long_for_a_store_that_refuses_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("temper_trainer.rollout.weight_channel._CONNECT_TIMEOUT_S", 0.5)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        spec = ChannelSpec(
+            backend="gloo",
+            address="127.0.0.1",
+            port=closed.getsockname()[1],
+            size=2,
+            rank=1,
+            buffer_bytes=1,
+            with_digest=False,
+            timeout_s=20,
+        )
+        begin = time.monotonic()
+        with pytest.raises(ChannelError, match="can't be reached"):
+            join_channel(spec.to_dict(), device=torch.device("cpu"))
+        assert time.monotonic() - begin < 10
 
 
 def is_free(address: str, port: int) -> bool:

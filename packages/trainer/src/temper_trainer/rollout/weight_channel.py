@@ -39,10 +39,17 @@ Backend = Literal["nccl", "gloo", "cuda_ipc"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ABANDON_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 30.0
+"""Longest time to reach the sender's store, which listens before any member gets its spec."""
 
 
 class ChannelError(TemperError, RuntimeError):
     """A member of a channel has died or left; the others must close it and open another one."""
+
+    def __init__(self, message: str, *, absent: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.absent = absent
+        """Ranks that had not reached the sender's store when the others stopped waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +147,26 @@ class WeightChannel:
     def _join(self, timeout: timedelta) -> None:
         """Connect to the store and to the other members."""
         spec, rank = self._spec, self._spec.rank
-        store = TokenStore(spec.address, spec.port, token=spec.token, timeout=timeout)
-        # NCCL would wait for the others at the first transfer, where `abandon_channel` has no
-        # effect.
-        store.set(f"joined {rank}", b"")
-        store.wait([f"joined {other}" for other in range(spec.size)], timeout)
+        store = TokenStore(
+            spec.address,
+            spec.port,
+            token=spec.token,
+            timeout=min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S)),
+        )
+        store.set_timeout(timeout)
+        # NCCL would wait for the others at the first transfer, and does not notice
+        # `abandon_channel` there.
+        try:
+            store.set(_make_joined_key(rank), b"")
+            store.wait([_make_joined_key(other) for other in range(spec.size)], timeout)
+        except dist.DistStoreError as error:
+            ranks = range(spec.size)
+            absent = tuple(other for other in ranks if not store.check([_make_joined_key(other)]))
+            store.close()
+            lost = f"ranks {absent}" if absent else "a member that has joined"
+            raise ChannelError(
+                f"{lost} of the weight channel cannot be reached: {error}", absent=absent
+            ) from error
         # The classes are used directly: init_process_group would replace the default group, which
         # belongs to the engine in the actor and to vLLM in a server.
         if spec.backend == "nccl":
@@ -298,6 +320,11 @@ class WeightChannel:
         return shared.map(num_bytes, device=self._device)
 
 
+def _make_joined_key(rank: int) -> str:
+    """Return the key of the store that a rank sets when it joins."""
+    return f"joined {rank}"
+
+
 def abandon_channel(spec: ChannelSpec) -> None:
     """Let the members that wait for another one in `WeightChannel` fail at once."""
     store = TokenStore(
@@ -312,6 +339,8 @@ def _report_lost_member() -> Iterator[None]:
     """Raise a ChannelError if a collective of the body fails."""
     try:
         yield
+    except ChannelError:
+        raise
     except RuntimeError as error:
         raise ChannelError(f"a member of the weight channel was lost: {error}") from error
 

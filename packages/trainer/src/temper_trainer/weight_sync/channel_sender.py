@@ -89,15 +89,18 @@ def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket
     ]
 
 
-def open_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> str:
+def open_sender_channel(
+    worker: WeightSender, specs: Mapping[int, ChannelSpec]
+) -> tuple[str, tuple[int, ...]]:
     """Open this rank's end of its channel, if it has one.
 
     Returns:
-        The reason if a receiver did not join, and otherwise an empty text.
+        The reason if a receiver did not join, and otherwise an empty text. The ranks of the channel
+        that have not reached this rank's store.
     """
     spec = specs.get(worker.rank)
     if spec is None:
-        return ""
+        return "", ()
     is_on_cpu = spec.backend == "gloo"
     device = torch.device("cpu" if is_on_cpu else f"cuda:{torch.cuda.current_device()}")
     state, address = get_sender_state(worker), f"{spec.address}:{spec.port}"
@@ -107,9 +110,9 @@ def open_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) 
     except BaseException as error:
         server.close()
         if isinstance(error, ChannelError):
-            return str(error)
+            return str(error), error.absent
         raise
-    return ""
+    return "", ()
 
 
 def send_weights(

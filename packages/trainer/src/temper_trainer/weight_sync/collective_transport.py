@@ -201,7 +201,7 @@ class CollectiveTransport:
             The spec of each channel, by the rank of the actor that sends.
 
         Raises:
-            JoinError: If a server did not join.
+            JoinError: If a server has not reached the actor's store.
             ReplicaError: If a channel could not be opened for another reason.
         """
         senders = self._choose_senders(replicas)
@@ -226,14 +226,18 @@ class CollectiveTransport:
             # The actor and the other servers would wait for this one until their timeout.
             if (error := join.exception()) is not None:
                 failed.append(JoinError(str(error), replica=replica))
-                abandon_channels(specs.values())
+                if len(failed) == 1:
+                    abandon_channels(specs.values())
 
         joined: Counter[int] = Counter()
         joins = []
+        # The server of each member, by the rank of its sender and its own in the channel.
+        replicas_by_rank: dict[tuple[int, int], Replica] = {}
         for replica, ranks in zip(replicas, senders, strict=True):
             members = []
             for rank in ranks:
                 joined[rank] += 1
+                replicas_by_rank[rank, joined[rank]] = replica
                 members.append(replace(specs[rank], rank=joined[rank]))
             join = replica.call("join_channels", members)
             join.add_done_callback(partial(abandon_if_failed, replica))
@@ -241,16 +245,23 @@ class CollectiveTransport:
         # Join before waiting for the servers, because each member returns only when all have
         # joined.
         try:
-            problems = self._actor.run_on_all(open_sender_channel, specs)
+            opened = self._actor.run_on_all(open_sender_channel, specs)
+            absent = {
+                id(replicas_by_rank[rank, member])
+                for rank, (_, members) in enumerate(opened)
+                for member in members
+            }
+            # The first one: the others may have come later than the end of the channel. A server
+            # that was there may have failed only because another one died.
+            for error in failed:
+                if id(error.replica) in absent:
+                    raise error
             for join in joins:
                 join.result()
-            if any(problems):
-                raise ReplicaError("; ".join(filter(None, problems)))
-        except BaseException as error:
+            if problems := [problem for problem, _ in opened if problem]:
+                raise ReplicaError("; ".join(problems))
+        except BaseException:
             self._close_channels(specs)
-            if failed and isinstance(error, ReplicaError):
-                # The first one; the others may have failed because the channel was abandoned.
-                raise failed[0] from error
             raise
         return specs
 
