@@ -1,5 +1,6 @@
 """A script that leads to an old trainer is never "clean", however the trainer is started."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -492,6 +493,12 @@ def test_pattern_rule_of_a_makefile_is_followed(tmp_path: Path, command: str) ->
         ("R = run-7b\nall: ${R:run-%=%}\n7b: ; bash $@.sh", "make"),
         ("S = 7b.x\nall:\n\tbash $(S:.x=.sh)", "make"),
         ("7b.sh:\n\tbash $(@F)\nall: 7b.sh\n\tbash ./$^", "make all"),
+        ("7b: C = 7b.sh\n14b: C = other.sh\n7b 14b: ; bash $(C)", "make 7b"),
+        ("7b: C = 7b.sh\n14b: C = other.sh\n7b 14b: %: ; bash $(C)", "make 7b"),
+        ("all: C = 7b.sh\n14b: C = other.sh\nall: run\nrun: ; bash $(C)", "make"),
+        ("C = other.sh\n%b: C = $@.sh\n7b:\n\tbash $(C)", "make 7b"),
+        ("C = other.sh\nS = 7b\n7b: export C := $(S).sh\n7b:\n\tbash $(C)", "make 7b"),
+        ("C = bash\n7b:C += 7b.sh\n7b: ; $(C)\n14b: ; $(C)", "make 14b 7b"),
     ],
 )
 def test_rules_with_a_stem_run_the_script_of_their_target(
@@ -501,6 +508,14 @@ def test_rules_with_a_stem_run_the_script_of_their_target(
     (tmp_path / "Makefile").write_text(f"{text}\n")
     (message,) = persons(migrate_script(f"{command}\n", folder=tmp_path))
     assert "which starts another script with an old trainer" in message
+
+
+def test_chain_of_rules_with_variables_of_their_own_is_read_at_once(tmp_path: Path) -> None:
+    chain = "".join(f"t{n}: t{n + 1}\nt{n}: V{n} = x\nt{n}: ; echo\n" for n in range(3_000))
+    (tmp_path / "Makefile").write_text(f"{chain}t3000: ; {TRAINER}\n")
+    start = time.monotonic()
+    assert persons(migrate_script("make t0\n", folder=tmp_path))
+    assert time.monotonic() - start < 30
 
 
 def test_target_outside_the_pattern_of_its_static_rule_is_reported(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ import re
 from dataclasses import dataclass
 
 _ASSIGNMENT = re.compile(r"(?:(?:export|override|private)\s+)*([\w.-]+)\s*(:{0,3}|\?|\+)=\s*(.*)")
-_OF_TARGET = re.compile(r"[^:=#]+::?\s+([\w.-]+\s*(?:\?|\+|:{0,3})=.*)")
+_OF_TARGET = re.compile(
+    r"([^:=#]+)::?\s*((?:(?:export|override|private)\s+)*[\w.-]+\s*(?:\?|\+|:{0,3})=.*)"
+)
 _DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
 _NAME = r"[\w.-]+|[@<^+?*][DF]?"
 _CHANGE = r"(?::([^=(){}\s]*)=([^(){}\s]*))?"
@@ -29,11 +31,64 @@ class Budget:
     references: int = _MOST_REFERENCES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assignment:
+    name: str
+    sign: str
+    """Empty, or the characters before ``=``."""
+    value: str
+    is_in_branch: bool
+
+    def apply(self, texts: dict[str, str], budget: Budget) -> None:
+        """Assign to the variables in `texts`."""
+        value = self.value
+        if self.sign.startswith(":"):
+            # Expanded at once, and never again: what is left belongs to bash, but for functions.
+            value = _OF_BASH.sub("$$", expand(value, texts, budget))
+        earlier = texts.get(self.name)
+        if earlier is not None and self.sign == "?" and not self.is_in_branch:
+            return
+        if earlier is not None and self.sign == "+":
+            value = f"{earlier} {value}"
+        elif earlier is not None and self.is_in_branch:
+            # Only a run knows the branch, so the commands of all are read.
+            value = f"{earlier}\n{value}"
+        texts[self.name] = value
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """Assignments for one target, and the scope of the target that needs it.
+
+    Scopes are linked, because copies for each target of a long chain would fill the memory.
+    """
+
+    assignments: tuple[Assignment, ...]
+    outer: "Scope | None"
+
+
+def assign_all(scope: Scope | None, texts: dict[str, str], budget: Budget) -> None:
+    """Assign the variables of a target; make hands those of outer scopes down to it."""
+    scopes: list[Scope] = []
+    while scope is not None and len(scopes) < budget.references:
+        scopes.append(scope)
+        scope = scope.outer
+    for each in reversed(scopes):
+        for assignment in each.assignments:
+            # Assignments count as references, so that a generated makefile is read in short time.
+            if budget.references <= 0:
+                return
+            budget.references -= 1
+            assignment.apply(texts, budget)
+
+
 class Variables:
     """The variables of a makefile so far."""
 
     def __init__(self) -> None:
         self.texts = {"MAKE": "make"}
+        self.of_targets: dict[str, list[Assignment]] = {}
+        """Assignments for one target or pattern."""
         self.budget = Budget()
         self._depth = 0
         self._defined: tuple[str, str] | None = None
@@ -63,26 +118,21 @@ class Variables:
         if definition := _DEFINITION.fullmatch(line.strip()):
             self._defined = (definition[1], definition[2])
             return True
-        # A value of one target is taken for all, so that none is lost.
         of_target = _OF_TARGET.fullmatch(line.strip())
-        assigned = _ASSIGNMENT.fullmatch(of_target[1] if of_target else line.strip())
-        if assigned is not None:
+        assigned = _ASSIGNMENT.fullmatch(of_target[2] if of_target else line.strip())
+        if assigned is not None and of_target is not None:
+            for target in self.expand(of_target[1]).split():
+                assignments = self.of_targets.setdefault(target, [])
+                assignments.append(self._assignment(*assigned.groups()))
+        elif assigned is not None:
             self._assign(*assigned.groups())
         return assigned is not None
 
+    def _assignment(self, name: str, sign: str, value: str) -> Assignment:
+        return Assignment(name=name, sign=sign, value=value, is_in_branch=self._depth > 0)
+
     def _assign(self, name: str, sign: str, value: str) -> None:
-        if sign.startswith(":"):
-            # Expanded at once, and never again: what is left belongs to bash, but for functions.
-            value = _OF_BASH.sub("$$", expand(value, self.texts, self.budget))
-        earlier = self.texts.get(name)
-        if earlier is not None and sign == "?" and not self._depth:
-            return
-        if earlier is not None and sign == "+":
-            value = f"{earlier} {value}"
-        elif earlier is not None and self._depth:
-            # Only a run knows the branch, so the commands of all are read.
-            value = f"{earlier}\n{value}"
-        self.texts[name] = value
+        self._assignment(name, sign, value).apply(self.texts, self.budget)
 
 
 def match_stem(target: str, pattern: str) -> str:

@@ -9,8 +9,11 @@ from itertools import islice
 from pathlib import Path
 
 from temper_legacy_shim.scripts.make_variables import (
+    Assignment,
     Budget,
+    Scope,
     Variables,
+    assign_all,
     expand,
     match_stem,
     to_bash,
@@ -51,6 +54,8 @@ class Rule:
     """Lines without their tabulator."""
     stem: str = ""
     """Text that % stands for in the rule's pattern."""
+    scope: Scope | None = None
+    """Variables of the target, and of the targets that it is needed by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +70,10 @@ class Makefile:
     budget: Budget = field(default_factory=Budget)
     patterns: tuple[str, ...] = ()
     """Targets with %."""
+    of_targets: dict[str, tuple[Assignment, ...]] = field(default_factory=dict)
+    """Assignments for one target."""
+    of_patterns: dict[str, tuple[Assignment, ...]] = field(default_factory=dict)
+    """Assignments for targets that match a pattern."""
 
     def find_rule(self, target: str) -> Rule | None:
         """Return the rule of a target, which may be a pattern rule with its stem filled in."""
@@ -100,7 +109,9 @@ class Makefile:
         needed = rule.prerequisites
         own = {"@": [name], "<": needed[:1], "^": needed, "+": needed, "?": needed}
         own |= {"*": [rule.stem]} if rule.stem else {}
-        known = self.variables | variables
+        known = dict(self.variables)
+        assign_all(rule.scope, known, self.budget)
+        known |= variables
         for sign, words in own.items():
             known[sign] = " ".join(words)
             known[f"{sign}D"] = " ".join(os.path.dirname(each) or "." for each in words)
@@ -160,19 +171,30 @@ class Makefile:
         out, rules = dict[str, Rule](), dict[str, Rule]()
         num_from_patterns = 0
         # Generated makefiles have chains that are too long for recursion.
-        waiting = [(target, False)]
+        waiting: list[tuple[str, Scope | None, bool]] = [(target, None, False)]
         while waiting:
-            name, has_prerequisites = waiting.pop()
+            name, outer, has_prerequisites = waiting.pop()
             if has_prerequisites:
                 out[name] = rules[name]
             elif name not in rules and (rule := self.find_rule(name)) is not None:
                 # A pattern such as %: %.in matches its own prerequisite without end.
                 num_from_patterns += name not in self.rules
                 if num_from_patterns <= _MOST_FILES or name in self.rules:
-                    rules[name] = rule
+                    scope = self._find_scope(name, outer)
+                    rules[name] = replace(rule, scope=scope)
                     needed = reversed(rule.prerequisites)
-                    waiting += [(name, True), *((each, False) for each in needed)]
+                    waiting += [(name, scope, True), *((each, scope, False) for each in needed)]
         return out
+
+    def _find_scope(self, target: str, outer: Scope | None) -> Scope | None:
+        """Return the variables of a target inside those of the target that needs it."""
+        own: list[Assignment] = []
+        for pattern, assignments in self.of_patterns.items():
+            self.budget.references -= 1
+            if self.budget.references > 0 and match_stem(target, pattern):
+                own += assignments
+        own += self.of_targets.get(target, ())
+        return Scope(tuple(own), outer) if own else outer
 
 
 def parse_make_call(words: Sequence[str]) -> MakeCall | None:
@@ -245,6 +267,7 @@ def read_makefile(path: Path) -> Makefile:
         )
         for target, number in lines.items()
     }
+    of_targets = {name: tuple(each) for name, each in variables.of_targets.items()}
     return Makefile(
         path=path,
         rules=rules,
@@ -252,6 +275,8 @@ def read_makefile(path: Path) -> Makefile:
         remarks=tuple(remarks),
         budget=variables.budget,
         patterns=tuple(target for target in rules if "%" in target),
+        of_targets={name: each for name, each in of_targets.items() if "%" not in name},
+        of_patterns={name: each for name, each in of_targets.items() if "%" in name},
     )
 
 
