@@ -455,6 +455,8 @@ def test_parts_of_a_makefile_that_were_not_read_are_reported(
         ("TRAIN := $(shell cat cmd)\nall:\n\t$(TRAIN) a=b", "functions of make (shell)"),
         ("r = $(shell cat $(1))\nall:\n\t$(call r,cmd)", "functions of make (shell)"),
         ("all:\n\tbash $(S:.x=.sh)", "functions of make ($(S:.x=.sh))"),
+        ("all:\n\tbash $(*:.x=.sh)", "functions of make ($(*:.x=.sh))"),
+        ("all:\n\tbash ${*F:.x=.sh}", "functions of make (${*F:.x=.sh})"),
     ],
 )
 def test_functions_in_expanded_commands_of_a_makefile_are_reported(

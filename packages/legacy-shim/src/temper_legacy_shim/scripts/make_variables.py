@@ -8,9 +8,10 @@ _OF_TARGET = re.compile(
     r"([^:=#]+)::?\s*((?:(?:export|override|private)\s+)*[\w.-]+\s*(?:\?|\+|:{0,3})=.*)"
 )
 _DEFINITION = re.compile(r"define\s+([\w.-]+)\s*(:{0,3}|\?|\+)=?")
-_NAME = r"[\w.-]+|[@<^+?*][DF]?"
+NAME = r"[\w.-]+|[@<^+?*][DF]?"
+"""Pattern of a variable's name in a reference."""
 _CHANGE = r"(?::([^=(){}\s]*)=([^(){}\s]*))?"
-_REFERENCE = re.compile(rf"\$(?:\(({_NAME}){_CHANGE}\)|\{{({_NAME}){_CHANGE}\}}|([@<^+?*0-9]|\$))")
+_REFERENCE = re.compile(rf"\$(?:\(({NAME}){_CHANGE}\)|\{{({NAME}){_CHANGE}\}}|([@<^+?*0-9]|\$))")
 _OF_BASH = re.compile(r"\$\$|\$(?![({](?!call\b)[a-z][a-z-]*[ \t])")
 """A dollar that begins no function of make."""
 _CALL = re.compile(r"(?<!\$)\$([({])call[ \t]+")

@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 from temper_legacy_shim.scripts.make_variables import (
+    NAME,
     Assignment,
     Budget,
     Scope,
@@ -25,7 +26,7 @@ MAKEFILES = ("GNUmakefile", "makefile", "Makefile")
 
 _FUNCTION = re.compile(r"(?<!\$)\$[({]((?!call\b)[a-z][a-z-]*)[ \t]")
 _LEFT_FUNCTION = re.compile(r"(?<!\$)\$[({]([a-z][a-z-]*)[ \t]")
-_SUBSTITUTION = re.compile(r"(?<!\$)(\$[({][\w.-]+:[^=(){}]*=[^(){}]*[)}])")
+_SUBSTITUTION = re.compile(rf"(?<!\$)(\$[({{](?:{NAME}):[^=(){{}}]*=[^(){{}}]*[)}}])")
 """A reference such as ``$(NAME:.x=.sh)``."""
 _WITH_VALUE = frozenset(("-j", "-l", "-o", "-W", "-I"))
 """Options of make whose value may be the next word."""
