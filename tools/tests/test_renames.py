@@ -1,9 +1,12 @@
 """Test that docs/records/renames.md leads to names that exist.
 
-A reader who follows a name of an earlier commit must not end at an intermediate name. Names are
-searched as words in the sources, because a row may name an attribute, a metric or an argument.
+A reader who follows a name of an earlier commit must not end at an intermediate name. The parts of
+a name are searched among the identifiers and keys of the sources, because a row may name an
+attribute, a metric or an argument. Docstrings and comments contain most English words, so they do
+not count.
 """
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,17 +17,42 @@ from tools.equal_numbers import RENAMES
 from tools.git_changes import list_files
 
 ROOT = Path(__file__).resolve().parents[2]
-SUFFIXES = (".py", ".toml", ".yaml", ".yml")
+_SETTING = re.compile(r"^[\s\[-]*([\w.\"/-]+)\s*[:=\]]", re.MULTILINE)
+"""A key or a section of a YAML or TOML file; comments do not match."""
+_KEY = re.compile(r"\S+")
+"""Strings without a space are keys, metrics or paths rather than prose."""
+
+
+def _list_identifiers(source: str) -> Iterator[str]:
+    """Yield the names that Python code uses or defines, and its keys, but no prose."""
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
+                yield name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                yield name
+            case ast.ClassDef(name=name):
+                yield name
+            case ast.keyword(arg=str(name)):
+                yield name
+            case ast.alias(name=name, asname=other):
+                yield f"{name} {other}"
+            case ast.Constant(value=str(text)) if _KEY.fullmatch(text):
+                yield text
 
 
 def _read_words() -> set[str]:
-    """Return the words of all sources and of their paths."""
-    words: set[str] = set()
+    """Return the identifiers of all sources, and the words of their paths."""
+    texts: list[str] = []
     for name in list_files(ROOT, "*"):
         path = ROOT / name
-        if path.suffix in SUFFIXES:
-            words.update(re.findall(r"\w+", f"{name}\n{path.read_text()}"))
-    return words
+        if path == Path(__file__):  # It has invented names.
+            continue
+        if path.suffix == ".py":
+            texts += [name, *_list_identifiers(path.read_text())]
+        elif path.suffix in {".toml", ".yaml", ".yml"}:
+            texts += [name, *_SETTING.findall(path.read_text())]
+    return set(re.findall(r"\w+", "\n".join(texts)))
 
 
 def _list_new_names(table: str) -> Iterator[tuple[int, str]]:
@@ -46,6 +74,15 @@ def _find_dead_ends(table: str, *, words: set[str]) -> list[str]:
         for number, name in _list_new_names(table)
         if not words.issuperset(re.findall(r"[A-Za-z_]\w*", name))
     ]
+
+
+def test_names_of_prose_are_not_identifiers() -> None:
+    source = '''
+"""A docstring with gone in it."""
+metrics["policy/loss"] = compute(value, name=1)  # gone
+'''
+    names = ["compute", "metrics", "name", "policy/loss", "value"]
+    assert sorted(_list_identifiers(source)) == names
 
 
 def test_every_new_name_exists() -> None:
