@@ -269,7 +269,7 @@ _EXTREME = {
     *(f"ppo, dual clip, {mode}" for mode in _MODES),
     *("ppo with correction weights", "cispo", "sapo"),
 }
-"""Losses of verl that are also compared at ratios of up to e^80, which both sides clamp."""
+"""Losses of verl that are also compared at log-ratios from -81 to 66, which both sides clamp."""
 
 
 def _stretch(rows: Sequence[Row]) -> list[Row]:

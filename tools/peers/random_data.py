@@ -77,9 +77,9 @@ def make_kinds(seed: int) -> tuple[Data, Data, Data]:
 
 
 def stretch_ratios(data: Data) -> Data:
-    """Return data with log-probs 50 times as large, and so log-ratios of up to about 80.
+    """Return data with log-probs 50 times as large, and so log-ratios between about -81 and 66.
 
-    Gradients are still those of the data's own log-probs.
+    Gradients are taken with respect to the data's own log-probs, and so are 50 times as large.
     """
     return replace(data, logprobs=50 * data.logprobs, old=50 * data.old)
 

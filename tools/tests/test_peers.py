@@ -83,7 +83,7 @@ def test_difference_of_a_loss_near_zero_is_relative_to_its_terms(
     assert measure(comparison, None).agrees is agrees
 
 
-def test_stretched_data_have_extreme_ratios_and_gradients_of_the_data() -> None:
+def test_stretched_data_have_extreme_ratios_and_scaled_gradients() -> None:
     data = make_data(0)
     stretched = stretch_ratios(data)
     assert 50 < float((stretched.logprobs - stretched.old).detach().abs().max()) < 90
