@@ -52,8 +52,7 @@ def render_page(
             f"Detected: {num_detected} of {len(counted)} "
             f"({100 * num_detected / len(counted):.0f} %). "
             f"Survived a complete run: {outcomes['survived']}. "
-            f"Unfinished: {outcomes['unfinished']}, "
-            "which have not run to the end since their functions changed."
+            f"Not run to the end since their functions changed: {outcomes['unfinished']}."
         ),
         "",
         "| mutant | position | change | layout | detected by |",

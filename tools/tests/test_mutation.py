@@ -141,7 +141,8 @@ def test_page_counts_unfinished_mutants_apart_from_survivors() -> None:
     detected, survived = MutantResult(outcome="detected"), MutantResult(outcome="survived")
     page = render_page(mutants, {"0" * 8: detected, "1" * 8: survived}, {})
     assert "| `engine.py` | 3 | 1 | 0 | 0 | 0 | 1 | 1 |" in page
-    assert "Detected: 1 of 3 (33 %). Survived a complete run: 1. Unfinished: 1, which" in page
+    assert "Detected: 1 of 3 (33 %). Survived a complete run: 1." in page
+    assert "Not run to the end since their functions changed: 1." in page
 
 
 def test_sample_and_reasons_are_complete() -> None:
