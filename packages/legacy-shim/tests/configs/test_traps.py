@@ -563,6 +563,42 @@ def test_encoder_that_the_old_run_trained_is_reported(
 
 
 @pytest.mark.parametrize(
+    ("model", "is_reported"),
+    [
+        ("Qwen/Qwen3-VL-8B-Instruct", True),
+        ("Qwen/Qwen2-VL-2B", True),
+        ("Qwen/Qwen3.5-35B-A3B", True),
+        ("google/gemma-3-27b-it", False),
+        ("openvla/openvla-7b", False),
+        ("Qwen/Qwen2-Audio-7B", False),
+    ],
+)
+def test_encoder_is_mentioned_for_models_whose_text_part_is_trained(
+    model: str, is_reported: bool
+) -> None:
+    result = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
+    assert "images" in rules_found(result, "person")
+    assert ("vision-tower" in rules_found(result, "hazard")) is is_reported
+
+
+def test_types_whose_text_part_is_trained_are_those_of_the_engines() -> None:
+    reference = pytest.importorskip(
+        "temper_engine_api.vision_language", reason="the checkpoint extra"
+    )
+    assert reference.VISION_LANGUAGE_TYPES == images.TEXT_PART_TYPES
+
+
+@pytest.mark.parametrize(("model_type", "is_reported"), [("qwen3_vl_moe", True), ("gemma3", False)])
+def test_config_of_a_folder_tells_if_the_text_part_is_trained(
+    tmp_path: Path, model_type: str, is_reported: bool
+) -> None:
+    fields = {"model_type": model_type, "vision_config": {"depth": 2}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    result = translated("v0.7.0", f"actor_rollout_ref.model.path={tmp_path}", base=BASE)
+    assert ("vision-tower" in rules_found(result, "hazard")) is is_reported
+
+
+@pytest.mark.parametrize(
     ("entry", "is_known"),
     [
         ("verl.trainer.main_ppo", True),

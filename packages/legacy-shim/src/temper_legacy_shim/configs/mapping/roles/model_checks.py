@@ -124,12 +124,33 @@ _TYPES = re.compile(
 )
 
 
+TEXT_PART_TYPES = frozenset(
+    {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+)
+"""Types of config.json for models whose text part FSDPEngine trains.
+
+A copy of `VISION_LANGUAGE_TYPES`, because translations need no package of an engine.
+"""
+_TEXT_PART_NAMES = re.compile(
+    r"qwen-?(2|2[._]5|3)[-_]?vl(?![a-z])|qwen-?3[._]5(?![\d.]*b)", re.IGNORECASE
+)
+
+
+def _has_text_part(model: str) -> bool:
+    """Check the config.json of a local folder, or else the name."""
+    model_type = config_json(model).get("model_type")
+    if model_type is not None:
+        return str(model_type) in TEXT_PART_TYPES
+    return _TEXT_PART_NAMES.search(model) is not None
+
+
 def find_images(draft: Draft) -> None:
     """Ask about every sign of images, video or sound in model, config.json, data and settings."""
     signs = list(_signs(draft))
     if signs:
         draft.find("images", names="; ".join(dict.fromkeys(signs)))
-        _find_trained_encoder(draft)
+        if any(_has_text_part(_text(draft, key)) for key in _PATHS[:2]):
+            _find_trained_encoder(draft)
 
 
 _FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
