@@ -384,11 +384,7 @@ class BaseEngine(ABC):
             RankFailedError: If a rank raised and the process group did not survive.
         """
         with self._report_failure("optimizer_zero_grad()"):
-            if self._update_cycle.has_failed:
-                self._discard_update()
-            else:
-                self._zero_gradients()
-        self._update_cycle.start()
+            self._start_update()
 
     def optimizer_step(self) -> float:
         """Reduce pending gradients, clip them, and update the parameters.
@@ -723,20 +719,21 @@ class BaseEngine(ABC):
 
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
-        with (
-            self._report_unfinished("the read of a checkpoint"),
-            self._load_to_change("update"),
-            # By its contract this changes no tensor.
-            self._update_cycle.record_load(
-                "load_checkpoint()", completes=self._saved_loads, harmless=(CheckpointError,)
-            ),
-        ):
-            self._read_state(directory)
-        self._update_cycle.load_state_dict(
-            checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
-        )
-        # Gradients belong to the weights before loading.
-        self.optimizer_zero_grad()
+        with self._report_unfinished("the read of a checkpoint"):
+            with (
+                self._load_to_change("update"),
+                # By its contract this changes no tensor.
+                self._update_cycle.record_load(
+                    "load_checkpoint()", completes=self._saved_loads, harmless=(CheckpointError,)
+                ),
+            ):
+                self._read_state(directory)
+            self._update_cycle.load_state_dict(
+                checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
+            )
+            # Gradients belong to the weights before loading. A call of optimizer_zero_grad() would
+            # count on this rank only, if another one fails to read and the group survives.
+            self._start_update()
 
     def save_checkpoint(
         self,
@@ -1092,6 +1089,13 @@ class BaseEngine(ABC):
         base = () if self.config.lora.is_enabled else ("load_weights()",)
         state = ("optimizer_step()", "load_state()", "load_checkpoint()", "load_adapter()")
         return frozenset((*state, *base))
+
+    def _start_update(self) -> None:
+        if self._update_cycle.has_failed:
+            self._discard_update()
+        else:
+            self._zero_gradients()
+        self._update_cycle.start()
 
     def _check_ranks(self) -> None:
         if self._rank_failures is not None:
