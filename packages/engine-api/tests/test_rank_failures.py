@@ -17,6 +17,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from temper_engine_api.errors import (
@@ -32,6 +33,7 @@ from temper_engine_api.rank_failures import (
     RankFailures,
     _watch,
     has_lost_connection,
+    leaves_collectives,
 )
 from temper_engine_api.topology import Axis, Topology
 
@@ -524,6 +526,12 @@ def test_connection_that_was_reset_meanwhile_does_not_end_the_closing() -> None:
             own.recv(1)
 
 
+def make_checkpoint_error(cause: Exception) -> CheckpointError:
+    error = CheckpointError("could not write the checkpoint")
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "is_lost"),
     [
@@ -537,7 +545,28 @@ def test_connection_that_was_reset_meanwhile_does_not_end_the_closing() -> None:
         ),
         (ValueError("Connection closed"), False),
         (CheckpointError("s3://bucket/run: Connection reset by peer"), False),
+        (make_checkpoint_error(RuntimeError("Connection closed by peer")), True),
+        (make_checkpoint_error(OSError("Connection timed out")), False),
     ],
 )
 def test_lost_connections_are_recognized(error: BaseException, is_lost: bool) -> None:
     assert has_lost_connection(error) is is_lost
+
+
+@pytest.mark.parametrize(
+    ("error", "leaves"),
+    [
+        (KeyboardInterrupt(), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (make_checkpoint_error(torch.OutOfMemoryError("CUDA out of memory")), True),
+        (make_checkpoint_error(RuntimeError("Connection closed by peer")), True),
+        (make_checkpoint_error(RuntimeError("file write failed")), False),
+        (OSError("No space left on device"), False),
+        # DCP raises it on all ranks after its collectives.
+        (CheckpointException("write", {}), False),
+    ],
+)
+def test_errors_that_leave_other_ranks_in_a_collective_are_recognized(
+    error: BaseException, leaves: bool
+) -> None:
+    assert leaves_collectives(error) is leaves

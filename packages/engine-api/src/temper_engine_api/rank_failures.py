@@ -54,6 +54,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
 from temper_engine_api.errors import (
+    CheckpointError,
     CollectiveTimeoutError,
     EngineStateError,
     RankFailedError,
@@ -529,11 +530,12 @@ class RankFailures:
 
 def has_lost_connection(error: BaseException) -> bool:
     """Return True if an error of gloo, NCCL or a store reports a timeout or a lost peer."""
-    if isinstance(error, TemperError):
+    cause = _find_cause(error)
+    if isinstance(cause, TemperError):
         # A CheckpointError may report a lost connection to a remote store.
-        return isinstance(error, CollectiveTimeoutError)
+        return isinstance(cause, CollectiveTimeoutError)
     # gloo and NCCL raise plain RuntimeErrors: only the message tells.
-    return isinstance(error, RuntimeError) and any(part in str(error) for part in _LOST_CONNECTION)
+    return isinstance(cause, RuntimeError) and any(part in str(cause) for part in _LOST_CONNECTION)
 
 
 def leaves_collectives(error: BaseException) -> bool:
@@ -541,9 +543,24 @@ def leaves_collectives(error: BaseException) -> bool:
 
     Engines complete the collectives after an error of the file system, but not after these.
     """
-    is_interrupt = not isinstance(error, Exception)
-    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return is_interrupt or is_memory or has_lost_connection(error)
+    # A local import, because it takes a second.
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    cause = _find_cause(error)
+    # CheckpointException is no Exception. DCP raises it on all ranks, after its collectives.
+    is_interrupt = not isinstance(cause, (Exception, CheckpointException))
+    is_out_of_memory = isinstance(cause, (MemoryError, torch.OutOfMemoryError))
+    return is_interrupt or is_out_of_memory or has_lost_connection(cause)
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """Return the error that an engine reports as a CheckpointError, else the error itself.
+
+    A full disk, a lost connection and a lack of memory all end torch's writers with a RuntimeError.
+    """
+    if isinstance(error, CheckpointError) and isinstance(error.__cause__, RuntimeError):
+        return error.__cause__
+    return error
 
 
 def take_event_number() -> int:
