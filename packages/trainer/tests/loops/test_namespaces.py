@@ -33,6 +33,7 @@ SHORT_RUN = (
     "algorithm=reinforce_plus_plus",
     "actor.engine.model.architecture.hidden_size=128",
     "sampling.top_k=1",
+    "algorithm.group_size=1",
 )
 APART = (
     "runtime.kind=ray",

@@ -33,6 +33,7 @@ SHORT_RUN = (
     "run.save_model=false",
     "sampling.max_tokens=8",
     "sampling.top_k=1",
+    "algorithm.group_size=1",
     "algorithm=reinforce_plus_plus",
     "actor.engine.optimizer.lr=1e-2",
     "loop=one_step_off",

@@ -48,7 +48,7 @@ SHORT_RUN = (
     "actor.engine.model.architecture.hidden_size=128",
 )
 """Rewards that need no second completion of a prompt to differ: greedy ones are all equal."""
-GREEDY = ("sampling.top_k=1",)
+GREEDY = ("sampling.top_k=1", "algorithm.group_size=1")
 """Settings of greedy sampling, whose log-probs are still those of the full distribution."""
 PPO = (*(setting for setting in SHORT_RUN if not setting.startswith("algorithm=")), "algorithm=ppo")
 CALCULATOR = (
