@@ -17,6 +17,7 @@ from temper_engine_api.checkpoint import (
     verify,
 )
 from temper_engine_api.checkpoint.engine_checkpoint import _check_seen, save_engine_checkpoint
+from temper_engine_api.checkpoint.manifest import MANIFEST_NAME
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     CheckpointError,
@@ -255,6 +256,25 @@ def test_only_the_downloaded_copy_is_deleted_after_loading(
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["mine.txt"]
     verify(tmp_path / "local" / "step_00000004")
     verify(tmp_path / "bucket" / "step_00000004")
+
+
+def test_failed_deletion_of_a_download_does_not_fail_the_load(
+    make_engines: MakeEngines, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (engine,) = make_engines()
+    url = f"file://{tmp_path}/bucket"
+    saved = engine.save_checkpoint(str(tmp_path / "local"), hdfs_path=url)
+    read = engine._read_state
+
+    def read_and_damage(directory: str) -> None:
+        read(directory)
+        Path(directory, "..", MANIFEST_NAME).unlink()
+
+    engine._read_state = read_and_damage
+    engine.load_checkpoint(
+        str(tmp_path / "other"), hdfs_path=f"{url}/{Path(saved).name}", del_local_after_load=True
+    )
+    assert "could not delete the downloaded copy" in caplog.text
 
 
 def test_deleting_without_a_download_is_refused(make_engines: MakeEngines, tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def load_engine_checkpoint(
     )
     with ExitStack() as undo:
         if delete_download and rank == 0:
-            undo.callback(lambda: remove_step(directory, read_manifest(directory), is_read=True))
+            undo.callback(_delete_download, directory)
         _check_seen(directory / MANIFEST_NAME, gather)
         _raise_on_every_rank(
             _attempt(lambda: undo.enter_context(lock_for_reading(directory))), gather
@@ -262,6 +262,17 @@ def load_engine_checkpoint(
         _raise_on_every_rank(
             _attempt(lambda: engine.read_part(str(directory / ENGINE_PART))), gather
         )
+
+
+def _delete_download(directory: Path) -> None:
+    """Delete the downloaded copy; log a warning if that fails.
+
+    Only rank 0 deletes, after the last gather: its error would break the group after a full load.
+    """
+    try:
+        remove_step(directory, read_manifest(directory), is_read=True)
+    except (OSError, CheckpointError):
+        logger.warning("could not delete the downloaded copy %s", directory, exc_info=True)
 
 
 def _check_seen(path: Path, gather: Gather) -> None:
