@@ -203,7 +203,7 @@ def test_attention_classes_that_are_chosen_by_name_are_refused() -> None:
 def test_error_names_the_package_that_a_model_needs() -> None:
     register_kernels()
     architecture = {"model_type": "gemma3n", "text_config": {**TINY, "model_type": "gemma3n_text"}}
-    with pytest.raises(ConfigError, match=r"this gemma3n model without a package .* timm library"):
+    with pytest.raises(ConfigError, match=r"this gemma3n model needs: .* timm library"):
         build_model(ModelSpec(architecture=architecture), attention=SDPA_VARLEN)
 
 

@@ -98,8 +98,8 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
             )
         except ImportError as error:
             raise ConfigError(
-                f"transformers cannot build this {config.model_type} model without a package that "
-                f"is not installed: {_first_sentence(error)} Install it."
+                f"transformers cannot import what this {config.model_type} model needs: "
+                f"{_first_sentence(error)} Install or update the package that it names."
             ) from error
         except (
             ValueError,
