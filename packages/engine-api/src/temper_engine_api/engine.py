@@ -940,6 +940,10 @@ class BaseEngine(ABC):
     def _write_state(self, directory: str) -> list[str]:
         """Write parameters, persistent buffers, optimizer states and RNG states. Collective.
 
+        If only this rank fails, for example because its disk is full, run the remaining collectives
+        before raising: the ranks then gather their errors, and the group survives. This does not
+        apply to interrupts and a lack of memory.
+
         Returns:
             Paths of the files that this rank wrote, relative to the directory.
         """
@@ -962,7 +966,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def _read_state(self, directory: str) -> None:
-        """Read the files of `_write_state`, written with this or another layout. Collective."""
+        """Read the files of `_write_state`, written with this or another layout. Collective.
+
+        If only this rank fails to read, run the remaining collectives first, as in `_write_state`.
+        """
 
     @abstractmethod
     def _sum_over_data_parallel(self, value: Tensor) -> Tensor:

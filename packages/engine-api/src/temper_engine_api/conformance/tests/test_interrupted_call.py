@@ -232,7 +232,7 @@ def test_interrupted_load_is_completed_before_training(
 def interrupt_load(
     rank: Rank, *, setup: EngineSetup, batch: SequenceBatch, call: Load
 ) -> tuple[Update, Update]:
-    """Return the update after an interrupted load and a complete one, and after a complete one.
+    """Return two updates: after an interrupted and then a complete load, and after a complete load.
 
     The second engine loads, too: under bf16 compute, weights are exported in bf16 and change the
     float32 parameters.

@@ -175,9 +175,9 @@ def test_persistent_buffers_are_exported(
 ) -> None:
     """Compare exported tensors with the model's file, which contains buffers.
 
-    Then load other weights, and compare again, also after a resume. The engine may reject the model
-    instead. The kit's MoE model files contain no buffers, so layouts with experts export
-    parameters.
+    Then load other weights and compare again, and once more after a save and a resume in a new
+    engine. The engine may reject the model instead. The kit's MoE model files contain no buffers,
+    so layouts with experts export parameters.
     """
     setup = oracle.make_setup(BUFFERS)
     family = str(BUFFERS.architecture["model_type"]).partition("_")[0]
