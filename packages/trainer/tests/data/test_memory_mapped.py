@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import DataConfig, DatasetsSource, JsonlSource, RecordSource
 from temper_trainer.data.memory_mapped import MappedPrompts, map_prompts
 from temper_trainer.data.prompts import encode_prompts
@@ -49,7 +50,8 @@ def test_mapped_prompts_of_files_are_those_of_loaded_rows(
     (tmp_path / "a.jsonl").write_bytes(
         "\ufeff".encode() + "\r\n".join([*lines[:3], "", ""]).encode()
     )
-    (tmp_path / "b.jsonl").write_text("\n".join(["", lines[3], "", *lines[4:]]))
+    blank = [" " * 3, "\t", "\u00a0", " " * 99, ""]
+    (tmp_path / "b.jsonl").write_text("\n".join(["", lines[3], *blank, *lines[4:]]))
     (tmp_path / "empty.jsonl").write_text("")
     paths = tuple(str(tmp_path / name) for name in ("a.jsonl", "empty.jsonl", "b.jsonl"))
     source = JsonlSource(paths=paths, extra_keys=("level",))
@@ -86,6 +88,29 @@ def test_wrong_row_is_named_when_it_is_used(
         prompts[3]
     with pytest.raises(IndexError):
         prompts[4]
+
+
+def test_short_lines_are_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    prompts = map_text(tmp_path / "a.jsonl", "1\n{}", tokenizer)
+    assert len(prompts) == 2
+    with pytest.raises(DataError, match=r"a\.jsonl:2: there is no field 'question'"):
+        prompts[1]
+
+
+def test_string_prompts_may_be_mapped_next_to_chat_messages_with_tools(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    chat = {"question": [{"role": "user", "content": "1 plus one"}], "answer": "2"}
+    path, tools = tmp_path / "a.jsonl", tmp_path / "tools.yaml"
+    path.write_text("\n".join(json.dumps(each) for each in [*RECORDS, chat]))
+    tools.write_text(json.dumps([{"type": "function", "function": {"name": "plus"}}]))
+    tokenizer.chat_template = "{{ 'plus ' if tools }}{{ messages[0].content }}"
+    data = DataConfig(train=JsonlSource(paths=(str(path),)), tools_path=str(tools))
+    loaded, _ = encode_prompts(load_rows(data.train), tokenizer, data)
+    assert list(map_prompts(data, tokenizer)) == loaded
+    path.write_text("\n".join(json.dumps(each) for each in RECORDS))
+    with pytest.raises(ConfigError, match="tools_path has no effect"):
+        map_prompts(data, tokenizer)
 
 
 def test_file_without_rows_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

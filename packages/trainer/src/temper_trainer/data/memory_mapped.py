@@ -20,8 +20,8 @@ from temper_trainer.data.sources import load_dataset, make_unreadable_error, par
 from temper_trainer.types import Prompt
 
 _CHUNK_BYTES = 1 << 24
-_BLANK_BYTES = 2
-"""A line of this length with its end, or shorter, has no record."""
+_NUM_CHECKED_ROWS = 100
+"""Rows in which a prompt that mentions the tools is looked for."""
 
 
 def map_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "MappedPrompts":
@@ -29,14 +29,21 @@ def map_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "Mapped
 
     Raises:
         DataError: See `MappedPrompts`.
+        ConfigError: If data.tools_path has no effect.
     """
     assert isinstance(data.train, RecordSource)
 
     def encode(row: Row) -> Prompt:
-        (prompt,), _ = encode_prompts([row], tokenizer, data)
+        (prompt,), _ = encode_prompts([row], tokenizer, data, must_use_tools=False)
         return prompt
 
-    return MappedPrompts(data.train, encode)
+    prompts = MappedPrompts(data.train, encode)
+    if data.tools_path is not None:
+        rows = [prompts.read_row(i) for i in range(min(len(prompts), _NUM_CHECKED_ROWS))]
+        # Later rows may be chat messages if these are not.
+        if len(rows) == len(prompts) or any(not isinstance(row.prompt, str) for row in rows):
+            encode_prompts(rows, tokenizer, data)
+    return prompts
 
 
 class MappedLines:
@@ -54,15 +61,17 @@ class MappedLines:
         self._path = path
         try:
             with Path(path).open("rb") as file:
-                starts = _find_line_starts(path)
+                self._starts, unusual = _find_lines(path)
                 # A mapping must not be empty.
                 self._data = (
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if starts[-1] else b""
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    if self._starts[-1]
+                    else b""
                 )
         except OSError as error:
             raise make_unreadable_error(path, error) from error
-        self._starts = starts
-        self._lines = np.flatnonzero(np.diff(starts) > _BLANK_BYTES).astype(np.uint32)
+        blank = [line for line in unusual if self._is_blank(line)]
+        self._lines = np.delete(np.arange(len(self._starts) - 1, dtype=np.uint32), blank)
         """Lines that are not blank."""
 
     def __len__(self) -> int:
@@ -75,8 +84,14 @@ class MappedLines:
             DataError: If the line is not a JSON object.
         """
         line = int(self._lines[index])
-        data = self._data[self._starts[line] : self._starts[line + 1]]
-        return parse_json_line(data, path=self._path, number=line + 1)
+        return parse_json_line(self._read_line(line), path=self._path, number=line + 1)
+
+    def _read_line(self, line: int) -> bytes:
+        return self._data[self._starts[line] : self._starts[line + 1]]
+
+    def _is_blank(self, line: int) -> bool:
+        # As text, because bytes.strip() does not remove spaces of Unicode, and loading rows does.
+        return not self._read_line(line).decode("utf-8-sig", errors="replace").strip()
 
 
 class MappedPrompts(Sequence[Prompt]):
@@ -118,10 +133,16 @@ class MappedPrompts(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
-        row_id = range(len(self))[index]
+        return self._encode(self.read_row(range(len(self))[index]))
+
+    def read_row(self, row_id: int) -> Row:
+        """Return a row before it is tokenized.
+
+        Raises:
+            DataError: If it has no prompt, for example.
+        """
         location, record = self._read(row_id)
-        row = build_row(record, config=self._source, row_id=row_id, location=location)
-        return self._encode(row)
+        return build_row(record, config=self._source, row_id=row_id, location=location)
 
     def _read(self, row_id: int) -> tuple[str, object]:
         """Return location and record of a row."""
@@ -134,16 +155,23 @@ class MappedPrompts(Sequence[Prompt]):
         raise IndexError(row_id)
 
 
-def _find_line_starts(path: str) -> npt.NDArray[np.int64]:
-    """Return the position of each line in a file, and the end of the file."""
-    ends: list[npt.NDArray[np.int64]] = [np.zeros(1, dtype=np.int64)]
-    position = 0
+def _find_lines(path: str) -> tuple[npt.NDArray[np.int64], list[int]]:
+    """Return the position of each line and the end of the file, and which lines start without "{".
+
+    A line that starts with "{" is not blank.
+    """
+    starts, unusual = [np.empty(0, dtype=np.int64)], []
+    position, num_lines, ends_line = 0, 0, True
     # Read and not mapped: the pages of a mapping would count as memory of the process.
     with Path(path).open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            newlines = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
-            ends.append(newlines + (position + 1))
-            position += len(chunk)
-    starts = np.concatenate(ends)
-    # The last line may lack its end.
-    return starts if starts[-1] == position else np.append(starts, position)
+            data = np.frombuffer(chunk, dtype=np.uint8)
+            newlines = data == ord("\n")
+            found = np.flatnonzero(newlines[:-1]) + 1
+            # A line also starts at the first byte if the previous chunk ends with a line.
+            found = np.insert(found, 0, 0) if ends_line else found
+            unusual += (np.flatnonzero(data[found] != ord("{")) + num_lines).tolist()
+            starts.append(found + position)
+            position, num_lines = position + len(chunk), num_lines + len(found)
+            ends_line = bool(newlines[-1])
+    return np.concatenate([*starts, [position]]), unusual

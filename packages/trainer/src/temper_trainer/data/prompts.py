@@ -24,17 +24,19 @@ def encode_prompts(
     config: DataConfig,
     *,
     must_keep: bool = True,
+    must_use_tools: bool = True,
 ) -> tuple[list[Prompt], int]:
     """Tokenize rows in order, and return the prompts and how many overlong rows were dropped.
 
-    With ``must_keep=False`` it is no error if no row is left.
+    With ``must_keep=False`` it is no error if no row is left, and with ``must_use_tools=False`` if
+    no prompt mentions the tools.
 
     Raises:
         DataError: If a prompt is overlong (with ``overlong_prompts=error``) or has no tokens, if no
             row is left, or if the chat template cannot render a row.
         ConfigError: If chat messages or tools are given without a chat template that supports them.
     """
-    kept = _encode(rows, tokenizer, config, must_keep=must_keep)
+    kept = _encode(rows, tokenizer, config, must_keep=must_keep, must_use_tools=must_use_tools)
     return [prompt for _, prompt in kept], len(rows) - len(kept)
 
 
@@ -44,11 +46,13 @@ def encode_demonstrations(
     config: DataConfig,
     *,
     must_keep: bool = True,
+    must_use_tools: bool = True,
 ) -> tuple[list[Demonstration], int]:
     """Tokenize prompts with their solutions.
 
     The end token is appended to each solution. A conversation is a demonstration by itself; see
-    ``encode_conversation``. With ``must_keep=False`` the result may be empty.
+    ``encode_conversation``. With ``must_keep=False`` the result may be empty. With
+    ``must_use_tools=False`` it is no error if no prompt mentions the tools.
 
     Returns:
         The demonstrations, and the number of rows that were dropped.
@@ -69,7 +73,7 @@ def encode_demonstrations(
         if must_keep and not fitting:
             raise _all_overlong_error(len(rows), config=config)
         return fitting, len(rows) - len(fitting)
-    kept = _encode(rows, tokenizer, config, must_keep=must_keep)
+    kept = _encode(rows, tokenizer, config, must_keep=must_keep, must_use_tools=must_use_tools)
     # Tokenized without the prompt: the policy also continues after the prompt's last token, and a
     # token that spans both could never be sampled.
     solutions = (
@@ -190,6 +194,7 @@ def _encode(
     config: DataConfig,
     *,
     must_keep: bool = True,
+    must_use_tools: bool = True,
 ) -> list[tuple[Row, Prompt]]:
     """Return each row that fits, with its prompt."""
     if not rows:
@@ -198,7 +203,8 @@ def _encode(
     if config.string_prompts == "user_message":
         rows = [_to_user_message(row, config) for row in rows]
     texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in rows]
-    _check_tools(rows, texts, tokenizer=tokenizer, config=config)
+    if must_use_tools:
+        _check_tools(rows, texts, tokenizer=tokenizer, config=config)
     encoded = []
     for row, question, text, ids, teacher_ids, completion in zip(
         rows,

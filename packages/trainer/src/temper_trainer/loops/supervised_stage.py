@@ -224,7 +224,9 @@ def _stream_demonstrations(
                 weighted = [row]
             # Encode one row at a time. Unlike a list of which all rows are dropped, a dropped row
             # is no error.
-            demonstrations, _ = encode_demonstrations([row], tokenizer, data, must_keep=False)
+            demonstrations, _ = encode_demonstrations(
+                [row], tokenizer, data, must_keep=False, must_use_tools=False
+            )
             check_fits(demonstrations, max_tokens=limit)
             yield from demonstrations
         # Known only at the end: single conversations may lack weights.
