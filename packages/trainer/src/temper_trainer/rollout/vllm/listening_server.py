@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
@@ -35,6 +36,7 @@ DEAD_HOST_S = 60
 has lost its network would occupy the server for 15 minutes to 2 hours."""
 _EXIT_GRACE_S = 10.0
 """Time for the process of an earlier run to notice the end of its connection."""
+_EXIT_POLL_S = 0.05
 
 
 class ListeningServer:
@@ -79,12 +81,19 @@ class ListeningServer:
     def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
         """Start the process that serves a run, or tell the run why there is none."""
         try:
-            if not self._is_free():
+            if not self._has_child_exited():
                 self._refuse(
                     connection,
                     "it serves another run; wait for its end, or start a server for each.",
                 )
                 return
+            self._end_child()
+        except OSError as error:
+            # Its workers may still occupy the GPUs.
+            logger.warning("could not end the process of the last run: %s", error)
+            self._refuse(connection, f"the process of its last run could not be ended ({error}).")
+            return
+        try:
             _watch_host(connection)
             self._child = self._launch(connection)
         except OSError as error:
@@ -94,23 +103,28 @@ class ListeningServer:
         else:
             logger.warning("a run on %s has connected", origin)
 
-    def _is_free(self) -> bool:
-        """Return True if no run is connected."""
+    def _has_child_exited(self) -> bool:
+        """Return True if no run is connected, or the process of the last one exits in time."""
         if self._child is None:
             return True
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(_EXIT_GRACE_S)
-            self._end_child()
-            return True
-        return False
+        deadline = time.monotonic() + _EXIT_GRACE_S
+        # WNOWAIT, because another group may get the id of a process that has been waited for, and
+        # would be killed by `_end_child`.
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, self._child.pid, options) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_EXIT_POLL_S)
+        return True
 
     def _end_child(self) -> None:
         """End the process of a run with its workers, which survive if it has crashed."""
-        child, self._child = self._child, None
-        if child is not None:
-            with contextlib.suppress(ProcessLookupError):
-                kill_server_group(child.pid)
-            child.wait()
+        if self._child is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            kill_server_group(self._child.pid)
+        self._child.wait()
+        self._child = None
 
     def _refuse(self, connection: "Connection[bytes, bytes]", problem: str) -> None:
         with contextlib.suppress(OSError):
