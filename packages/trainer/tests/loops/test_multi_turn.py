@@ -22,6 +22,7 @@ from temper_trainer.environment.protocol import (
     Observation,
 )
 from temper_trainer.environment.tool_environment import make_environment_factory
+from temper_trainer.loops.rollouts import rollout_scheduler
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import (
     EnvironmentFailureError,
@@ -475,6 +476,26 @@ class SharedServer:
 
     async def close(self) -> None:
         await asyncio.sleep(0.05)
+
+
+class HangingServer(SharedServer):
+    """A server that does not end."""
+
+    async def close(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_shared_server_that_does_not_end_keeps_no_run_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("CLOSE_TIMEOUT_S", "CANCEL_TIMEOUT_S"):
+        monkeypatch.setattr(rollout_scheduler, name, 0.1)
+    scheduler = RolloutScheduler(
+        RecordingSampler([]), environment=CONFIG, make_environment=HangingServer()
+    )
+    scheduler.close()
+    assert not scheduler._thread.is_alive()
+    assert "HangingServer did not end within 0.1 s" in caplog.text
 
 
 def test_cancelled_coroutine_closes_its_connection_before_the_scheduler_ends() -> None:

@@ -211,7 +211,13 @@ class RolloutScheduler:
         for pool in self._pools.values():
             close = getattr(pool.make, "close", None)
             if close is not None:
-                self.start(close()).result(timeout=CLOSE_TIMEOUT_S)
+                try:
+                    self.start(close()).result(timeout=CLOSE_TIMEOUT_S)
+                except TimeoutError:
+                    # It must not keep a finished run from ending.
+                    logger.warning(
+                        "%s did not end within %g s.", type(pool.make).__name__, CLOSE_TIMEOUT_S
+                    )
 
     async def run_rollouts(
         self,
