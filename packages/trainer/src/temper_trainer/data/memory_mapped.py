@@ -21,7 +21,7 @@ from temper_trainer.types import Prompt
 
 _CHUNK_BYTES = 1 << 24
 _NUM_CHECKED_ROWS = 100
-"""Rows in which a prompt that mentions the tools is looked for."""
+"""Number of first rows among which `map_prompts` looks for chat messages to check the tools."""
 
 
 def map_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "MappedPrompts":
@@ -160,18 +160,19 @@ def _find_lines(path: str) -> tuple[npt.NDArray[np.int64], list[int]]:
 
     A line that starts with "{" is not blank.
     """
-    starts, unusual = [np.empty(0, dtype=np.int64)], []
+    starts = [np.empty(0, dtype=np.int64)]
+    unusual: list[int] = []
     position, num_lines, ends_line = 0, 0, True
     # Read and not mapped: the pages of a mapping would count as memory of the process.
     with Path(path).open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             data = np.frombuffer(chunk, dtype=np.uint8)
             newlines = data == ord("\n")
-            found = np.flatnonzero(newlines[:-1]) + 1
+            line_starts = np.flatnonzero(newlines[:-1]) + 1
             # A line also starts at the first byte if the previous chunk ends with a line.
-            found = np.insert(found, 0, 0) if ends_line else found
-            unusual += (np.flatnonzero(data[found] != ord("{")) + num_lines).tolist()
-            starts.append(found + position)
-            position, num_lines = position + len(chunk), num_lines + len(found)
+            line_starts = np.insert(line_starts, 0, 0) if ends_line else line_starts
+            unusual += (np.flatnonzero(data[line_starts] != ord("{")) + num_lines).tolist()
+            starts.append(line_starts + position)
+            position, num_lines = position + len(chunk), num_lines + len(line_starts)
             ends_line = bool(newlines[-1])
     return np.concatenate([*starts, [position]]), unusual
