@@ -90,6 +90,17 @@ def test_wrong_row_is_named_when_it_is_used(
         prompts[4]
 
 
+def test_file_that_was_truncated_during_the_run_is_an_error(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "a.jsonl"
+    text = "\n".join(map(json.dumps, RECORDS * 200))
+    prompts = map_text(path, text, tokenizer)
+    path.write_text("")
+    with pytest.raises(DataError, match=r"a\.jsonl has changed since the run started"):
+        prompts[-1]
+
+
 def test_short_lines_are_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = map_text(tmp_path / "a.jsonl", "1\n{}", tokenizer)
     assert len(prompts) == 2

@@ -282,7 +282,7 @@ class DataConfig:
     streaming: bool = False
     """Read and tokenize data.train during training, in place of loading all rows first. Task sft
     reads in the order of the source, and shuffles within a buffer. Tasks rl and distill shuffle all
-    rows; the source must be local JSON lines, which are memory-mapped, or of kind datasets.
+    rows; the source must be uncompressed local JSON lines, or of kind datasets.
     """
     streaming_buffer: PositiveInt = 1000
     """Size of the shuffle buffer in rows; only with streaming and shuffle, in task sft."""

@@ -1,12 +1,12 @@
-"""Prompts that are read and tokenized when they are used, of files that are memory-mapped.
+"""Prompts that are read and tokenized when they are used, from the positions of their lines.
 
 A run starts at once, whatever the number of rows. Its prompts and their order are those of a run
 that loads all rows first.
 """
 
-import mmap
+import os
+import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import overload
 
 import numpy as np
@@ -60,14 +60,10 @@ class MappedLines:
         """
         self._path = path
         try:
-            with Path(path).open("rb") as file:
-                self._starts, unusual = _find_lines(path)
-                # A mapping must not be empty.
-                self._data = (
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                    if self._starts[-1]
-                    else b""
-                )
+            self._descriptor = os.open(path, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            self._state = self._read_state()
+            self._starts, unusual = _find_lines(self._descriptor)
         except OSError as error:
             raise make_unreadable_error(path, error) from error
         blank = [line for line in unusual if self._is_blank(line)]
@@ -81,13 +77,30 @@ class MappedLines:
         """Return file and line, and the record.
 
         Raises:
-            DataError: If the line is not a JSON object.
+            DataError: If the line is not a JSON object, or the file has changed.
         """
         line = int(self._lines[index])
         return parse_json_line(self._read_line(line), path=self._path, number=line + 1)
 
     def _read_line(self, line: int) -> bytes:
-        return self._data[self._starts[line] : self._starts[line + 1]]
+        start, end = (int(position) for position in self._starts[line : line + 2])
+        try:
+            # Not mapped: reading a mapping of a file that was truncated kills the process.
+            data = os.pread(self._descriptor, end - start, start)
+            has_changed = self._read_state() != self._state
+        except OSError as error:
+            raise make_unreadable_error(self._path, error) from error
+        if has_changed:
+            raise DataError(
+                f"{self._path} has changed since the run started: restore it and resume the run "
+                "from its last checkpoint."
+            )
+        return data
+
+    def _read_state(self) -> tuple[int, int]:
+        """Return size and time of the last change."""
+        status = os.fstat(self._descriptor)
+        return status.st_size, status.st_mtime_ns
 
     def _is_blank(self, line: int) -> bool:
         # As text, because bytes.strip() does not remove spaces of Unicode, and loading rows does.
@@ -155,7 +168,7 @@ class MappedPrompts(Sequence[Prompt]):
         raise IndexError(row_id)
 
 
-def _find_lines(path: str) -> tuple[npt.NDArray[np.int64], list[int]]:
+def _find_lines(descriptor: int) -> tuple[npt.NDArray[np.int64], list[int]]:
     """Return the position of each line and the end of the file, and which lines start without "{".
 
     A line that starts with "{" is not blank.
@@ -163,8 +176,7 @@ def _find_lines(path: str) -> tuple[npt.NDArray[np.int64], list[int]]:
     starts = [np.empty(0, dtype=np.int64)]
     unusual: list[int] = []
     position, num_lines, ends_line = 0, 0, True
-    # Read and not mapped: the pages of a mapping would count as memory of the process.
-    with Path(path).open("rb") as file:
+    with open(descriptor, "rb", closefd=False) as file:
         while chunk := file.read(_CHUNK_BYTES):
             data = np.frombuffer(chunk, dtype=np.uint8)
             newlines = data == ord("\n")
