@@ -1,12 +1,16 @@
 """Test the engine template: copied under a new name, and run with the kit in a new environment."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from temper_engine_api.errors import CheckpointError
+from temper_engine_api.specs import ModelSpec
 from tools.environment import TORCH
 from tools.new_engine import TEMPLATE, main, new_engine
 
@@ -110,6 +114,23 @@ def test_new_engine_passes_the_tests_of_call_orders_and_failures(tmp_path: Path)
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_new_engine_checks_saved_buffers_before_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(TEMPLATE / "src")
+    config, engine = (importlib.import_module(f"my_engine.{name}") for name in ("config", "engine"))
+    tiny = {"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+    tiny |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    new = engine.MyEngine(config.MyConfig(model=ModelSpec(architecture=tiny)))
+    new.init_model()
+    new._write_state(str(tmp_path))
+    saved = torch.load(tmp_path / engine.STATE_FILE)
+    saved["buffers"]["other"] = torch.zeros(1)
+    torch.save(saved, tmp_path / engine.STATE_FILE)
+    with pytest.raises(CheckpointError, match="unexpected other"):
+        new._read_state(str(tmp_path))
 
 
 @pytest.mark.nightly

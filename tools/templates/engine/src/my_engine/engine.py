@@ -244,8 +244,14 @@ class MyEngine(BaseEngine):
     def _read_state(self, directory: str) -> None:
         """Load the files of `_write_state`, after a check of all names and shapes."""
         saved = torch.load(Path(directory) / STATE_FILE, weights_only=True)
-        entries = [_entry(name, master) for name, (master, *_) in saved["state"].items()]
-        check_saved_entries(self._entries(), entries, directory=directory)
+        tensors = {name: master for name, (master, *_) in saved["state"].items()}
+        tensors |= saved["buffers"]
+        # Check everything first: a CheckpointError must leave the engine unchanged.
+        check_saved_entries(
+            [_entry(name, tensor) for name, tensor in self._weights().items()],
+            [_entry(name, tensor) for name, tensor in tensors.items()],
+            directory=directory,
+        )
         for name, (master, first, second, count) in saved["state"].items():
             self._restore(name, master, first, second, count)
         for name, buffer in self._buffers().items():
