@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,7 +122,12 @@ def test_new_engine_checks_saved_buffers_before_it_loads(
 ) -> None:
     monkeypatch.syspath_prepend(TEMPLATE / "src")
     config, engine = (importlib.import_module(f"my_engine.{name}") for name in ("config", "engine"))
-    tiny = {"model_type": "qwen2", "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8}
+    tiny: dict[str, Any] = {
+        "model_type": "qwen2",
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "vocab_size": 8,
+    }
     tiny |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     new = engine.MyEngine(config.MyConfig(model=ModelSpec(architecture=tiny)))
     new.init_model()
