@@ -106,6 +106,54 @@ def test_server_that_ends_is_an_error_and_the_next_call_starts_it_again() -> Non
     use_tools(use)
 
 
+class FailingClient:
+    """A client whose calls fail as soon as `failures` says so, instead of a server's process."""
+
+    failures: dict[str, asyncio.Event]
+    num_open = 0
+
+    def __init__(self, streams: object) -> None:
+        pass
+
+    async def __aenter__(self) -> "FailingClient":
+        type(self).num_open += 1
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        type(self).num_open -= 1
+
+    async def call_tool(self, name: str, arguments: dict[str, object]) -> None:
+        await self.failures[name].wait()
+        raise mcp_environment.MCPError(-32000, "Connection closed")
+
+
+def test_late_failure_does_not_close_the_next_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(mcp_environment, "Client", FailingClient)
+
+    async def use() -> None:
+        FailingClient.failures = {name: asyncio.Event() for name in ("early", "late", "next")}
+        server = mcp_environment.McpServer("server")
+        early, late = (asyncio.create_task(server.call(name, {})) for name in ("early", "late"))
+        await asyncio.sleep(0.01)
+        FailingClient.failures["early"].set()
+        with pytest.raises(TemperError):
+            await early
+        following = asyncio.create_task(server.call("next", {}))
+        await asyncio.sleep(0.01)
+        FailingClient.failures["late"].set()
+        with pytest.raises(TemperError):
+            await late
+        assert FailingClient.num_open == 1
+        FailingClient.failures["next"].set()
+        with pytest.raises(TemperError):
+            await following
+        assert FailingClient.num_open == 0
+
+    asyncio.run(use())
+
+
 @pytest.mark.parametrize(
     ("command", "program"), [("no-such-program -v", "no-such-program"), ("", "")]
 )

@@ -52,12 +52,15 @@ class McpServer:
         Raises:
             McpServerError: If the server cannot be reached; the next call starts it again.
         """
-        client = await self._connect()
+        opened = self._connect()
+        client = await asyncio.shield(opened)
         try:
             return await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            # An error of a tool is a result; this one is of the connection or the protocol.
-            await self.close()
+            # An error of a tool is a result; this one is of the connection or the protocol. Another
+            # call may have closed that connection before, and a third one opened a new one.
+            if self._client is opened:
+                await self.close()
             raise McpServerError(f"the call of {name} failed: {error}") from error
 
     async def find_parameter(self, tool: str) -> str:
@@ -67,7 +70,7 @@ class McpServer:
             McpServerError: If the server has no such tool, or it has no parameter.
         """
         if tool not in self._parameters:
-            client = await self._connect()
+            client = await asyncio.shield(self._connect())
             for each in (await client.list_tools()).tools:
                 self._parameters[each.name] = next(
                     iter(each.input_schema.get("properties", {})), ""
@@ -86,7 +89,8 @@ class McpServer:
         # Shielded, because a task that is cancelled once more would not close its connection.
         await asyncio.shield(asyncio.gather(*self._tasks, return_exceptions=True))
 
-    async def _connect(self) -> Client:
+    def _connect(self) -> "asyncio.Future[Client]":
+        """Return the client, which may not be connected yet. A caller must not cancel it."""
         if self._client is None:
             self._closing = asyncio.Event()
             self._client = asyncio.get_running_loop().create_future()
@@ -94,7 +98,7 @@ class McpServer:
             task = asyncio.create_task(self._serve(self._client, self._closing))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        return await asyncio.shield(self._client)
+        return self._client
 
     async def _serve(self, opened: "asyncio.Future[Client]", closing: asyncio.Event) -> None:
         """Keep the connection open until it is closed."""
