@@ -158,7 +158,7 @@ class Completion:
 
 def pack_tokens(tokens: Sequence[int]) -> "array[int]":
     """Return token ids, or versions of weights, as an array of 4 bytes each."""
-    if isinstance(tokens, array):
+    if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     # `struct` converts a tuple faster than `array` and numpy do.
     return array("I", struct.pack(f"{len(tokens)}I", *tokens))
@@ -166,7 +166,7 @@ def pack_tokens(tokens: Sequence[int]) -> "array[int]":
 
 def pack_logprobs(logprobs: Sequence[float]) -> "array[float]":
     """Return log-probs as an array of 4 bytes each."""
-    if isinstance(logprobs, array):
+    if isinstance(logprobs, array) and logprobs.typecode == "f":
         return logprobs
     return array("f", struct.pack(f"{len(logprobs)}f", *logprobs))
 
@@ -188,8 +188,6 @@ def pack_completion(completion: Completion) -> Completion:
         >>> packed.tokens.itemsize, list(packed.tokens)
         (4, [4, 2, 0])
     """
-    if isinstance(completion.tokens, array):
-        return completion
     return replace(
         completion,
         tokens=pack_tokens(completion.tokens),

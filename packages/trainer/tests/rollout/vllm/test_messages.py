@@ -2,6 +2,7 @@
 
 import pickle
 import struct
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,20 @@ def test_results_arrive_equal_bit_by_bit() -> None:
         number=1, method="device_locations", value=encode_value([("host", None)])
     )
     assert decode_result(locations) == [("host", None)]
+
+
+def test_wider_arrays_of_a_sampler_arrive_as_4_bytes_per_number() -> None:
+    tokens, logprobs = array("q", [1, 2, 3]), array("d", [-0.5, -0.25, -0.125])
+    wide = replace(COMPLETION, tokens=tokens, rollout_logprobs=logprobs)
+    (completion,) = decode_result(CallResult(number=1, method="sample", value=encode_sampled(wide)))
+    assert list(completion.tokens) == [1, 2, 3]
+    assert list(completion.rollout_logprobs) == [-0.5, -0.25, -0.125]
+
+
+def test_each_column_of_a_completion_is_packed() -> None:
+    packed = pack_completion(replace(COMPLETION, tokens=array("I", [1, 2]), token_versions=(3, 4)))
+    columns = (packed.tokens, packed.rollout_logprobs, packed.token_versions)
+    assert [getattr(column, "typecode", None) for column in columns] == ["I", "f", "I"]
 
 
 def test_half_a_token_is_refused() -> None:
