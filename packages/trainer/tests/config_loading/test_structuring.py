@@ -67,6 +67,8 @@ from .conftest import RL
         ),
         ("environments=[a]", "environments is a list, but must be a mapping of keys."),
         ("rollout.vllm=[a]", "rollout.vllm is a list, but must be a mapping of keys."),
+        ("data.train=[a]", "data.train is a list, but must be a mapping of keys."),
+        ("data={train: [a]}", "data.train is a list, but must be a mapping of keys."),
         (
             "teachers.math.engine.model.architecture.sizes=[[1]]",
             (

@@ -8,6 +8,7 @@ process.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import yaml
@@ -111,6 +112,9 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         # The names on the command line count before its other keys, so their order does not matter.
         names = _find_override_names(set_by_overrides, choices=choices)
         file_layers = _drop_former_variants(files, last_names=names, choices=choices)
+        trees = [*(tree for tree, _ in files), *_list_override_trees(set_by_overrides)]
+        for earlier, later in combinations(trees, 2):
+            check_mappings(later, defaults=earlier)
         composed = OmegaConf.merge({}, *(tree for tree, _ in files))
         ConfigLoaderImpl._apply_overrides_to_config(chosen.config_overrides, composed)
     except yaml.YAMLError as error:
@@ -133,6 +137,24 @@ def list_group_choices(
     """Return the choices of each config group, the user's own included."""
     repository = _repository(config_dir)
     return {group: list(repository.get_group_options(group)) for group in groups}
+
+
+def check_mappings(
+    values: Mapping[str, Plain], *, defaults: Mapping[str, Plain], prefix: str = ""
+) -> None:
+    """Refuse a list in place of a mapping, for which OmegaConf's error is hard to understand.
+
+    Raises:
+        ConfigError: If a value is a list whose default is a mapping.
+    """
+    for key, value in values.items():
+        default = defaults.get(key)
+        if not isinstance(default, dict):
+            continue
+        if isinstance(value, list):
+            raise ConfigError(f"{prefix}{key} is a list, but must be a mapping of keys.")
+        if isinstance(value, dict):
+            check_mappings(value, defaults=default, prefix=f"{prefix}{key}.")
 
 
 def to_plain_tree(config: DictConfig, *, resolve: bool = False) -> dict[str, Plain]:
@@ -267,11 +289,18 @@ def _find_override_names(
     # Hydra refuses to delete a block that is dropped already.
     deleted = {str(override.key_or_group) for override in overrides if override.is_delete()}
     names: dict[str, Plain] = {}
-    for override in overrides:
-        if not override.is_delete():
-            tree = _nest(override.key_or_group, to_plain(override.value()))
-            names |= find_names(tree, choices=choices)
+    for tree in _list_override_trees(overrides):
+        names |= find_names(tree, choices=choices)
     return {key: name for key, name in names.items() if key not in deleted}
+
+
+def _list_override_trees(overrides: Sequence[Override]) -> list[dict[str, Plain]]:
+    """Return the values that overrides set, each below its key."""
+    return [
+        _nest(override.key_or_group, to_plain(override.value()))
+        for override in overrides
+        if not override.is_delete()
+    ]
 
 
 def _nest(key: str, value: Plain) -> dict[str, Plain]:

@@ -28,6 +28,7 @@ from temper_trainer.config_loading.composition import (
     FILE_PREFIX,
     Composition,
     Layer,
+    check_mappings,
     compose,
     to_plain_tree,
 )
@@ -186,7 +187,7 @@ def _with_defaults(
     composition: Composition, *, engine_class: type[EngineConfig]
 ) -> dict[str, Plain]:
     defaults = collect_defaults(TrainerConfig, engine_class=engine_class, given=composition.values)
-    _check_mappings(composition.values, defaults=defaults)
+    check_mappings(composition.values, defaults=defaults)
     try:
         # Merge with the defaults, so that an interpolation may refer to a key that is not set.
         merged = OmegaConf.merge(defaults, composition.values)
@@ -194,20 +195,6 @@ def _with_defaults(
         return to_plain_tree(merged, resolve=True)
     except OmegaConfBaseException as error:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from error
-
-
-def _check_mappings(
-    values: Mapping[str, Plain], *, defaults: Mapping[str, Plain], prefix: str = ""
-) -> None:
-    """Refuse a list in place of a mapping, for which OmegaConf's error names no key."""
-    for key, value in values.items():
-        default = defaults.get(key)
-        if not isinstance(default, dict):
-            continue
-        if isinstance(value, list):
-            raise ConfigError(f"{prefix}{key} is a list, but must be a mapping of keys.")
-        if isinstance(value, dict):
-            _check_mappings(value, defaults=default, prefix=f"{prefix}{key}.")
 
 
 DEFAULT = "default"
