@@ -87,7 +87,7 @@ def read_memory() -> int:
 
 def read_peak() -> float:
     """Return the largest memory that this process had, in GB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
