@@ -127,3 +127,24 @@ def test_path_has_no_effect_after_a_warm_start_for_copies_of_the_actors_model() 
 def test_settings_of_the_tokenizer_have_no_effect_once_weights_were_trained(key: str) -> None:
     assert list_warnings({key: 1}, {key: 2}) == []
     assert list_warnings({key: 1}, {key: 2}, has_saved_tokenizer=True) == [key]
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"task": "rl", "warm_start": None}, False),
+        ({"task": "sft"}, True),
+        ({"task": "rl", "warm_start.total_steps": 5}, True),
+    ],
+)
+def test_streaming_changes_the_order_of_demonstrations_only(
+    settings: dict[str, object], warns: bool
+) -> None:
+    lines = describe_changes(
+        {**settings, "data.streaming": False},
+        {**settings, "data.streaming": True},
+        restored_parts=("actor", "trainer"),
+        has_warm_start_model=False,
+        has_saved_tokenizer=False,
+    )
+    assert any("the training data or their order changed" in line for line in lines) == warns

@@ -41,11 +41,11 @@ DATA_ORDER_KEYS = (
     "data.train_sets",
     "data.shuffle",
     "data.shuffled_fraction",
-    "data.streaming",
-    "data.streaming_buffer",
-    ("run.seed"),
+    "run.seed",
 )
 """Settings that determine the training data and their order."""
+STREAMING_KEYS = ("data.streaming", "data.streaming_buffer")
+"""Settings that determine the order of demonstrations, but not that of prompts."""
 
 
 def describe_changes(
@@ -94,7 +94,11 @@ def describe_changes(
                     "new value, choose another run.dir."
                 )
                 break  # one reason is enough
-    if restored_parts and any(is_within(key, *DATA_ORDER_KEYS) for key in changed):
+    has_demonstrations = after.get("task") == "sft" or any(
+        key.startswith("warm_start.") for key in after
+    )
+    order_keys = DATA_ORDER_KEYS + (STREAMING_KEYS if has_demonstrations else ())
+    if restored_parts and any(is_within(key, *order_keys) for key in changed):
         yield (
             "warning: the training data or their order changed, but the run continues at the "
             "checkpoint's position in the data: some prompts may be skipped or repeated."
