@@ -87,7 +87,8 @@ class _ByteTable:
 
 def _map_characters() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for."""
-    # As in GPT-2: printable characters of Latin-1 stand for themselves, others for what follows.
+    # As in GPT-2: printable characters of Latin-1 stand for themselves. The n-th other
+    # byte is written as character 256 + n.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     printable = {chr(byte): byte for byte in range(256) if chr(byte) in alphabet}
     others = [byte for byte in range(256) if chr(byte) not in printable]

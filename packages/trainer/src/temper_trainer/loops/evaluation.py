@@ -260,7 +260,8 @@ def _describe_problems(rewards: str, *, num_problems: int, num_trained: int | No
     Args:
         rewards: Names of the rewards.
         num_problems: Number of held-out prompts.
-        num_trained: How many of them are also in the training data; None if nothing is trained.
+        num_trained: How many of them are also in the training data; None if they were not
+            compared: nothing is trained, or ``data.streaming`` is true.
     """
     problems = f"{rewards} over {num_problems} problems"
     if num_trained is None:

@@ -63,7 +63,8 @@ class EvalSet:
     """Setting of their source, such as ``data.eval``."""
     prompts: Sequence[Prompt]
     num_trained: int | None = None
-    """Number of prompts that are also in the training data; None if nothing is trained."""
+    """Number of prompts that are also in the training data; None if nothing is trained
+    or ``data.streaming`` is true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

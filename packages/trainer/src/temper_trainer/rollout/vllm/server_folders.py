@@ -15,10 +15,10 @@ from temper_engine_api.process_folders import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFolders:
-    """Folders of a server, which may be killed at any time and then removes nothing itself.
+    """Folders of a server, which its parent makes and removes.
 
-    Their names contain the process that makes them. If that is killed too, the next start removes
-    them.
+    The server itself may be killed at any time. If its parent is killed too, the next start removes
+    the folders: their names contain the parent's process.
     """
 
     files: Path
