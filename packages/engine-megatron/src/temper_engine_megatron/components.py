@@ -20,6 +20,7 @@ from temper_engine_megatron.adapter.adapter_placement import plan_placement
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import (
+    check_has_head,
     list_weight_modules,
     load_hf_config,
     open_initial_weights,
@@ -99,6 +100,7 @@ def check_model(config: MegatronConfig) -> None:
     check_overrides(config)
     _check_offload(config)
     hf_config = load_hf_config(config.model)
+    check_has_head(config.model, hf_config)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     translation = BridgeTranslation(hf_config)
     check_computes_alike(hf_config, collective_timeout_s=config.collective_timeout_s)
@@ -123,6 +125,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     check_overrides(config)
     _check_offload(config)
     hf_config = load_hf_config(config.model)
+    check_has_head(config.model, hf_config)
     translation = BridgeTranslation(hf_config)
     check_computes_alike(hf_config, collective_timeout_s=config.collective_timeout_s)
     membership = join_groups(config)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
@@ -74,6 +75,20 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
     check_num_layers(config)
     check_head_counts(config, architecture=spec.architecture)
     return config
+
+
+def check_has_head(spec: ModelSpec, hf_config: PretrainedConfig) -> None:
+    """Check that transformers has a class with the head of a value or reward model.
+
+    Raises:
+        CapabilityError: If it has none.
+    """
+    is_language_model = spec.model_type == "language_model"
+    if not is_language_model and type(hf_config) not in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING:
+        raise CapabilityError(
+            f"transformers has no {hf_config.model_type} model with a head for tokens, which a "
+            "value or reward model needs: choose another model for it, such as qwen3 or llama."
+        )
 
 
 def _first_sentence(error: Exception) -> str:
