@@ -208,7 +208,23 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
                 "the {} rows of an expert's matrices",
             )
         )
-    if len(find_sparse_layers(transformer_config)) < transformer_config.num_layers:
+    shared_width = transformer_config.moe_shared_expert_intermediate_size
+    if transformer_config.num_moe_experts and shared_width:
+        splits.append(
+            (
+                "tensor_parallel",
+                config.tensor_parallel,
+                shared_width,
+                "the {} rows of the shared experts' matrices",
+            )
+        )
+    # Layers of Nemotron-H have one part each, and not all have an MLP or experts.
+    num_mlps = (
+        transformer_config.num_layers
+        if transformer_config.has_paired_layers
+        else len(transformer_config.tokenwise_layers)
+    )
+    if len(find_sparse_layers(transformer_config)) < num_mlps:
         splits.append(
             (
                 "tensor_parallel",
@@ -327,7 +343,7 @@ def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> d
     num_layers = transformer_config.num_layers
     # Some configs have a switch, others only a window.
     has_windows = hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None)
-    # Nemotron-H has a window in its config, which its layers do not use.
+    # Nemotron-H configs may set sliding_window, but no layer uses it.
     kinds = hf_config.to_dict().get("layers_block_type") or hf_fields.get("layer_types")
     kinds = kinds or ["sliding_attention"] * num_layers
     rotary_kinds = list_rotary_kinds(hf_config)
