@@ -10,6 +10,10 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.engine import MegatronEngine
+from temper_engine_megatron.huggingface.model_comparison import (
+    check_computes_alike,
+    list_untested_fields,
+)
 from temper_engine_megatron.model.transformer_settings import check_divisible_sizes
 
 FAMILY = FAMILIES["nemotron_h"]
@@ -26,6 +30,30 @@ def test_model_without_a_head_for_tokens_is_refused(config, model_type):
         MegatronEngine.check_model(replace(config, model=model))
     with pytest.raises(CapabilityError, match=refused):
         MegatronEngine(replace(config, model=model)).init_model()
+
+
+def test_dense_models_and_other_mamba_layers_are_not_covered_by_tests():
+    def list_untested(**fields):
+        return list_untested_fields(AutoConfig.for_model("nemotron_h", **fields))
+
+    dense = ["linear_attention", "mlp", "full_attention", "mlp"]
+    assert list_untested(hybrid_override_pattern="M-*-") == [f"layers_block_type={dense}"]
+    # Nemotron 3 Nano and Super have no layer with an MLP alone.
+    assert list_untested(hybrid_override_pattern="MEMEM*E") == []
+    assert list_untested(use_bias=True, use_conv_bias=False, mamba_hidden_act="gelu") == [
+        "mamba_hidden_act='gelu'",
+        "use_conv_bias=False",
+        "use_bias=True",
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fields", [{}, {"use_bias": True, "mamba_hidden_act": "gelu"}])
+def test_dense_model_computes_as_in_transformers(fields):
+    check_computes_alike(
+        AutoConfig.for_model("nemotron_h", hybrid_override_pattern="M-M-M-MM-M*-", **fields),
+        collective_timeout_s=600.0,
+    )
 
 
 def translate(pattern, **fields):

@@ -75,7 +75,7 @@ _SIZES: Mapping[str, int] = {
 }
 """Sizes of the tiny model, for the fields that a config has."""
 _UNTESTED_SIZES: Mapping[str, int] = {"moe_latent_size": 16}
-"""Sizes for parts that the tests of a model type do not have."""
+"""Sizes of optional parts; a model that has them is compared although its type is tested."""
 _TAKEN = frozenset(
     {
         *("model_type", "num_hidden_layers", "num_key_value_heads", "max_position_embeddings"),
@@ -88,7 +88,7 @@ _TAKEN = frozenset(
         *("layers_block_type", "layer_norm_epsilon"),
         # Read by the Mamba layer of transformers, which the engine runs.
         *("conv_kernel", "expand", "time_step_min", "time_step_max", "time_step_floor"),
-        *("time_step_limit", "use_conv_bias", "use_bias", "mamba_hidden_act", "mamba_proj_bias"),
+        *("time_step_limit", "mamba_proj_bias"),
         # Refused by `transformer_settings` where the engine lacks it.
         *("attention_dropout", "attn_logit_softcapping", "final_logit_softcapping"),
         *("use_bidirectional_attention", "decoder_sparse_step", "mlp_only_layers"),
@@ -178,11 +178,16 @@ def list_untested_fields(hf_config: PretrainedConfig) -> list[str]:
     values = hf_config.to_dict()
     skipped = _SIZES.keys() | _TAKEN | _IGNORED
     # Only declared fields: transformers keeps any key, but its models read these.
-    return [
+    untested = [
         f"{name}={values.get(name)!r}"
         for name, default in type(hf_config)().to_dict().items()
         if name not in skipped and not name.startswith("_") and values.get(name) != default
     ]
+    # The tests of Nemotron-H have experts. A dense model has other settings of Megatron.
+    kinds = values.get("layers_block_type")
+    if kinds is not None and "moe" not in kinds:
+        untested.append(f"layers_block_type={kinds}")
+    return untested
 
 
 @contextmanager
