@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
@@ -11,6 +12,7 @@ from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.engine import MegatronEngine
 from temper_engine_megatron.huggingface.model_comparison import (
+    accept_untested_models,
     check_computes_alike,
     list_untested_fields,
 )
@@ -20,6 +22,24 @@ FAMILY = FAMILIES["nemotron_h"]
 ARCHITECTURE = {**FAMILY.settings, **FAMILY.architecture}
 DENSE = {**ARCHITECTURE, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}
 LORA = LoraSpec(rank=4, alpha=8.0)
+
+
+def test_default_adapter_leaves_out_what_peft_refuses_in_mamba_layers(start):
+    with accept_untested_models():
+        engine = start(model=ModelSpec(architecture=DENSE), lora=LORA)
+    peft_config, tensors = engine.export_adapter()
+    expected = ["down_proj", "in_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert sorted(peft_config["target_modules"]) == expected
+    assert not any("out_proj" in name for name in tensors)
+
+
+def test_adapter_on_out_proj_of_mamba_layers_is_refused(config):
+    lora = replace(LORA, target_modules=("in_proj", "out_proj"))
+    model = ModelSpec(architecture=ARCHITECTURE)
+    refused = r"matches .*\.0\.mixer\.out_proj, which cannot be adapted: .* Mamba layers"
+    with pytest.raises(ConfigError, match=refused):
+        MegatronEngine(replace(config, model=model, lora=lora)).init_model()
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("model_type", ["value_model", "reward_model"])

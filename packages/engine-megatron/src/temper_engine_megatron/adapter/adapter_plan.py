@@ -105,8 +105,9 @@ class AdapterPlan:
             if wrong:
                 raise ConfigError(
                     f"lora.target_modules matches {wrong[0]}, which cannot be adapted: only linear "
-                    "layers below the head can. Name it in lora.exclude_modules, or train it in "
-                    "full through lora.modules_to_save."
+                    "layers below the head can, other than out_proj of Mamba layers. Name it in "
+                    "lora.exclude_modules, or a head in lora.modules_to_save, which trains it in "
+                    "full."
                 )
         if not targets and not self.expert_targets:
             raise ConfigError(

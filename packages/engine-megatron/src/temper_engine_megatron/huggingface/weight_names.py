@@ -97,8 +97,11 @@ MIXER_LINEARS = tuple(
     f"self_attention.mixer.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")
 )
 """Linear layers of linear attention."""
-MAMBA_LINEARS = tuple(f"self_attention.mixer.{name}" for name in ("in_proj", "out_proj"))
-"""Linear layers of a Mamba layer."""
+MAMBA_LINEARS = ("self_attention.mixer.in_proj",)
+"""Linear layers of a Mamba layer that can have adapters.
+
+PEFT refuses `out_proj`: the fused kernel of mamba-ssm multiplies with its weight and does not call
+the module, so an adapter would have no effect in training."""
 MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
 """Linear layers of an MLP without experts that can have adapters."""
 EXPERTS_PATH = "mlp.experts"
