@@ -76,6 +76,13 @@ def test_dense_model_computes_as_in_transformers(fields):
     )
 
 
+def test_kinds_of_layers_of_older_transformers_are_refused():
+    config = AutoConfig.for_model("nemotron_h", hybrid_override_pattern="ME*")
+    config.layer_types = ["mamba", "moe", "attention"]
+    with pytest.raises(ConfigError, match=r"layers of kinds 'attention', 'mamba'"):
+        BridgeTranslation(config)
+
+
 def translate(pattern, **fields):
     config = AutoConfig.for_model("nemotron_h", hybrid_override_pattern=pattern, **fields)
     return BridgeTranslation(config).transformer_config

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from temper_engine_api.errors import CapabilityError
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_megatron.bridge_compat.bridge_import import import_bridge
 from temper_engine_megatron.bridge_compat.supported_versions import find_installed_pair
 
@@ -53,7 +53,8 @@ _MIXER = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.mixer\.(.+)")
 """Megatron names of `LinearAttention`, which is the engine's own."""
 _MIXER_MODULES: Mapping[str, str] = {"nemotron_h": "backbone.layers.{}.mixer"}
 _QWEN_MIXER = "model.layers.{}.linear_attn"
-"""Modules of these layers in files, by model type; others are named as in Qwen3-Next."""
+"""Names in files of the modules that `LinearAttention` runs, by model type; the default is
+Qwen3-Next's."""
 _OWN_NAMES: Mapping[str, str] = {
     "post_self_attn_layernorm.": "self_attention.linear_proj.post_layernorm.",
     "post_mlp_layernorm.": "mlp.linear_fc2.post_layernorm.",
@@ -203,8 +204,10 @@ def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
     fields = hf_config.to_dict()
     # Nemotron-H has attention, a Mamba layer, an MLP or experts in a layer; others have pairs.
     single_kinds = fields.get("layers_block_type")
+    if single_kinds is not None:
+        _check_kinds(single_kinds)
     kinds = single_kinds or fields.get("layer_types") or []
-    # The rest are not fields of Megatron's.
+    # Megatron's class does not have these attributes; the engine's layers read them.
     provider.linear_layers = _find_layers(kinds, "linear_attention")
     provider.has_paired_layers = single_kinds is None
     provider.tokenwise_layers = _find_layers(kinds, "mlp", "moe")
@@ -213,6 +216,17 @@ def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
     if provider.multi_latent_attention:
         # The bridge keeps Megatron's default where the model has none.
         provider.q_lora_rank = hf_config.q_lora_rank
+
+
+def _check_kinds(kinds: Sequence[str]) -> None:
+    # Older releases of transformers 5 name them otherwise, and such layers would become attention.
+    unknown = sorted(set(kinds) - {"linear_attention", "full_attention", "mlp", "moe"})
+    if unknown:
+        raise ConfigError(
+            f"transformers {transformers.__version__} gives the model layers of kinds "
+            f"{', '.join(map(repr, unknown))}, which the Megatron engine does not know: install "
+            "transformers 5.17 or later, which renames the layers of Nemotron-H."
+        )
 
 
 def _find_layers(kinds: Sequence[str], *chosen: str) -> tuple[int, ...]:
