@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from temper_engine_megatron.model.grouped_experts import GroupedExperts
 
 
-def _with_narrow_experts(transformer_config: Any) -> Any:
+def _narrow_experts(transformer_config: Any) -> Any:
     narrow = copy.copy(transformer_config)
     # The rest of the layer must not see this field, because Megatron would want its own layers.
     narrow.moe_latent_size = transformer_config.expert_width
@@ -25,14 +25,14 @@ class NarrowSequentialExperts(SequentialMLP):
     """Megatron's sequential experts, with inputs and outputs of `expert_width`."""
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(num_local_experts, _with_narrow_experts(config), *args, **kwargs)
+        super().__init__(num_local_experts, _narrow_experts(config), *args, **kwargs)
 
 
 class NarrowGroupedExperts(GroupedExperts):
     """The engine's grouped experts, with inputs and outputs of `expert_width`."""
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
-        super().__init__(num_local_experts, _with_narrow_experts(config), *args, **kwargs)
+        super().__init__(num_local_experts, _narrow_experts(config), *args, **kwargs)
 
 
 def add_projections(mixture: Any, transformer_config: Any) -> None:

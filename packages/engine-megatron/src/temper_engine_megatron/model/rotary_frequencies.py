@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from temper_engine_api.errors import CapabilityError, ConfigError
 
 _WITHOUT_ROTATION = frozenset({"nemotron_h"})
-"""Model types whose attention knows no positions; an angle of 0 leaves queries and keys alone."""
+"""Model types without rotary embeddings; an angle of 0 does not change queries and keys."""
 
 
 def compute_rotary_frequencies(hf_config: PretrainedConfig) -> tuple[Tensor, float]:
