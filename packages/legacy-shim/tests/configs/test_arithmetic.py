@@ -188,6 +188,7 @@ def test_dapo_without_its_filter_takes_the_generated_batch_as_the_step() -> None
     assert filtered["algorithm.dynamic_sampling.prompts_per_round"] == 48
 
 
+MINI = "actor_rollout_ref.actor.ppo_mini_batch_size"
 GENERATED = "+data.gen_batch_size=128"
 
 
@@ -216,6 +217,26 @@ def test_generated_batch_is_the_step_of_the_first_trainer_since_v0_4(
     assert result["batching.num_mini_batches"] == prompts // 16
 
 
+def test_step_of_a_generated_batch_names_the_key_that_set_it() -> None:
+    result = translated("v0.7.0", GENERATED, "data.train_batch_size=32", f"{MINI}=48")
+    token = next(item for item in result.tokens if item.text == "data.train_batch_size=32")
+    assert token.disposition == "dropped"
+    assert token.reason == "The data loader of v0.7.0 took data.gen_batch_size prompts for a step."
+    (remainder,) = (item for item in result.findings if item.rule == "mini-batches")
+    assert remainder.old_keys == ("data.gen_batch_size", MINI)
+    (note,) = (item for item in result.findings if item.rule == "prompts-per-step")
+    assert note.message == (
+        "a step had the 128 prompts of data.gen_batch_size, by which the data loader of v0.7.0 "
+        "went, and not the 32 of data.train_batch_size: here it has 128."
+    )
+
+
+def test_generated_batch_that_the_ranks_do_not_divide_is_named() -> None:
+    result = translated("v0.7.0", "data.gen_batch_size=3", "actor_rollout_ref.rollout.n=1")
+    (message,) = (item.message for item in result.findings if item.rule == "batch-divides")
+    assert message.startswith("data.gen_batch_size x rollout.n is 3 x 1 = 3")
+
+
 def test_second_trainer_refused_a_generated_batch_that_does_not_divide_the_step() -> None:
     result = translated("v0.9.0", "data.gen_batch_size=48")
     (message,) = (item.message for item in result.findings if item.rule == "gen-batch")
@@ -228,7 +249,10 @@ def test_second_trainer_filled_filtered_batches_one_prompt_at_a_time() -> None:
     result = translated("v0.9.1", "data.gen_batch_size=48", "algorithm.filter_groups.enable=True")
     assert "algorithm.dynamic_sampling.prompts_per_round" not in values(result)
     (token,) = (item for item in result.tokens if "gen_batch_size" in item.text)
-    assert "overrode it with 1" in token.reason
+    assert token.reason == "With a filter, the second trainer of v0.9.1 always took 1."
+    one = translated("v0.9.1", "data.gen_batch_size=1", "algorithm.filter_groups.enable=True")
+    (token,) = (item for item in one.tokens if "gen_batch_size" in item.text)
+    assert "always took 1" in token.reason
 
 
 def test_epochs_that_dynamic_sampling_uses_up_are_reported() -> None:

@@ -39,8 +39,10 @@ def build_batches(draft: Draft) -> None:
         verbatim=keys == ["data.train_batch_size"],
     )
     _check_generated(draft, prompts=prompts)
-    _updates(draft, prompts=prompts)
-    _check_ranks(draft, prompts=prompts)
+    if keys == [GENERATED]:
+        _explain_generated(draft, generated=prompts)
+    _updates(draft, prompts=prompts, keys=keys)
+    _check_ranks(draft, prompts=prompts, keys=keys)
     _check_critic(draft)
     passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
     # The new run raises a number below 1, so the old text must not be copied.
@@ -63,12 +65,21 @@ def _check_generated(draft: Draft, *, prompts: int) -> None:
         draft.find("gen-batch", GENERATED, generated=generated, prompts=prompts)
 
 
-def _updates(draft: Draft, *, prompts: int) -> None:
+def _explain_generated(draft: Draft, *, generated: int) -> None:
+    """Say that a step had the prompts of the data loader, not data.train_batch_size."""
+    key = "data.train_batch_size"
+    version, train = draft.old.version, draft.integer(key)
+    draft.explain_drop(key, f"the data loader of {version} took {GENERATED} prompts for a step")
+    if train is not None and train != generated:
+        draft.find("prompts-per-step.generated", GENERATED, generated=generated, train=train)
+
+
+def _updates(draft: Draft, *, prompts: int, keys: list[str]) -> None:
     """Set the updates of one pass: the prompts of a step divided by the mini-batch."""
     mini = draft.integer(ACTOR_MINI)
     if mini is None:
         return
-    old = ["data.train_batch_size", ACTOR_MINI]
+    old = [*keys, *([] if ACTOR_MINI in keys else [ACTOR_MINI])]
     if mini < 1:
         draft.find("mini-batches.below-one", ACTOR_MINI, mini=mini)
         return
@@ -84,7 +95,7 @@ def _updates(draft: Draft, *, prompts: int) -> None:
     draft.put("batching.num_mini_batches", count, rule="mini-batches", old=old)
 
 
-def _check_ranks(draft: Draft, *, prompts: int) -> None:
+def _check_ranks(draft: Draft, *, prompts: int, keys: list[str]) -> None:
     """Report sizes that the old trainer refused or rounded down."""
     world, ranks = world_size(draft), data_parallel(draft, ACTOR)
     if world is None or ranks is None or is_async(draft):
@@ -94,7 +105,7 @@ def _check_ranks(draft: Draft, *, prompts: int) -> None:
     if total % ranks:
         draft.find(
             "batch-divides",
-            "data.train_batch_size",
+            *keys,
             "trainer.n_gpus_per_node",
             prompts=prompts,
             n=n,

@@ -60,7 +60,7 @@ def _filter(draft: Draft) -> None:
     if is_second_trainer(draft):
         draft.explain_drop(
             GENERATED,
-            f"with a filter, the second trainer of {draft.old.version} overrode it with 1",
+            f"with a filter, the second trainer of {draft.old.version} always took 1",
         )
     elif each is not None and each > 1:
         draft.put(
