@@ -57,8 +57,26 @@ def test_megatron_trains_fewer_models() -> None:
     assert refusals("google/gemma-2-9b-it", "model_engine=megatron")[0].startswith(
         "MegatronEngine refuses the model google/gemma-2-9b-it"
     )
-    for model in ("Qwen/Qwen3.5-35B-A3B", "THUDM/GLM-4-9B", "google/gemma-7b", "allenai/OLMo-2-7B"):
+    for model in (
+        "Qwen/Qwen3.5-35B-A3B",
+        "THUDM/GLM-4-9B",
+        "zai-org/GLM-4.7-Flash",
+        "zai-org/GLM-5",
+        "google/gemma-7b",
+        "allenai/OLMo-2-7B",
+    ):
         assert len(refusals(model, "model_engine=megatron")) == 1
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_refusals"),
+    [("glm", 1), ("glm4", 1), ("glm4_moe_lite", 1), ("glm_moe_dsa", 1), ("glm4_moe", 0)],
+)
+def test_megatron_trains_one_of_the_types_of_glm(
+    tmp_path: Path, model_type: str, num_refusals: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    assert len(refusals(str(tmp_path), "model_engine=megatron")) == num_refusals
 
 
 @pytest.mark.parametrize(
@@ -71,6 +89,7 @@ def test_megatron_trains_fewer_models() -> None:
         "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16",
         "google/gemma-3-1b-it",
         "zai-org/GLM-4.5-Air",
+        "zai-org/GLM-4.7",
         "mistralai/Mixtral-8x7B-v0.1",
     ],
 )

@@ -255,12 +255,14 @@ _NOT_MEGATRON = (
     (
         r"qwen[-_]?3[._][5-9]|kimi[-_](linear|k2)|falcon[-_]?h1|deepseek[-_]?(v2|coder[-_]v2)"
         r"|minimax[-_]?m2|command[-_]?[ar](?![a-z])|aya[-_]|gemma(?![-_]?3)|phi[-_]?[34]|olmoe?"
-        r"|glm[-_]?4(?![._][5-9])|smollm|exaone|granite|internlm|baichuan|mimo[-_]|seed[-_]oss"
+        r"|glm[-_]?4(?![._][5-9])|glm[-_]?4[._]7[-_]flash|glm[-_]?5|smollm|exaone|granite"
+        r"|internlm|baichuan|mimo[-_]|seed[-_]oss"
         r"|qwen[-_]?(1[._]5|2)[-_](moe|57b)"
     ),
     (
         r"qwen3_5\w*|kimi_\w*|falcon_h1|deepseek_v2|minimax_m2|cohere\d?|gemma|gemma[24]\w*|phi3"
-        r"|olmo\w*|glm4?|smollm3|exaone\w*|granite\w*|qwen2_moe|mimo|seed_oss"
+        r"|olmo\w*|glm|glm4|glm4_moe_lite|glm_moe_dsa|smollm3|exaone\w*|granite\w*|qwen2_moe"
+        r"|mimo|seed_oss"
     ),
 )
 
