@@ -266,7 +266,7 @@ def test_a_cluster_has_a_machine_and_a_gpu_at_least(options: list[str]) -> None:
 def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_reported() -> None:
     result = CliRunner().invoke(app, [*RUN, "--entry", "myfork.trainer.main_ppo"])
     assert result.exit_code == 10
-    assert "myfork.trainer.main_ppo is no program of" in result.output
+    assert "myfork.trainer.main_ppo is no program of any release" in result.output
     for entry in (
         "verl.trainer.main_ppo",
         "/home/me/verl/verl/trainer/main_ppo.py",

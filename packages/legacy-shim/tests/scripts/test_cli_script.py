@@ -73,7 +73,7 @@ def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_reported(tmp_pat
         str(_script(tmp_path, RUN.replace("verl.trainer.main_ppo", "myfork.trainer.main_ppo")))
     )
     assert code == 10
-    assert "myfork.trainer.main_ppo is no program of v" in shown
+    assert "myfork.trainer.main_ppo is no program of any release: it was taken for v" in shown
 
 
 def test_a_file_that_exists_is_never_overwritten(tmp_path: Path) -> None:
