@@ -70,10 +70,13 @@ def test_fsdp1_is_refused() -> None:
 def test_copies_of_shards_are_refused() -> None:
     # As on two hosts with fsdp_size at the ranks of one, with one rank each.
     membership = join(device=torch.device("cpu"), timeout_s=20.0)
-    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards"))
-    with pytest.raises(ConfigError, match=r"fsdp_size replicates .* leave fsdp_size at null"):
-        take_shard_axis(mesh)
-    leave(membership)
+    try:
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards"))
+        with pytest.raises(ConfigError, match=r"fsdp_size replicates .* leave fsdp_size at null"):
+            take_shard_axis(mesh)
+    finally:
+        # The group must not stay for the next tests if this one fails.
+        leave(membership)
 
 
 def test_adapter_on_experts_is_refused(start: Callable[..., FSDPEngine]) -> None:

@@ -235,7 +235,7 @@ def open_portable_state(directory: str) -> SavedState:
 
 @torch.no_grad()
 def load_portable_buffers(buffers: Buffers, saved: SavedState, *, file_names: FileNames) -> None:
-    """Set the buffers that another engine saved, such as biases of routers; others stay."""
+    """Set buffers that another engine saved, such as router biases; others keep their values."""
     for name, buffer in buffers.items():
         for file_name, part in file_names.split(name, buffer):
             if file_name in saved.buffers:
