@@ -453,6 +453,32 @@ def test_streamed_rows_train_the_same_bits_as_rows_that_are_loaded_first(
     assert rows(tmp_path / "streamed", phase="rl") == rows(tmp_path / "loaded", phase="rl")
 
 
+def test_warm_start_on_streamed_rows_uses_their_buffer(
+    run: Run, rows: Rows, tmp_path: Path
+) -> None:
+    data = write(
+        tmp_path / "sums.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)],
+    )
+    first = run(tmp_path / "first", "task=sft", data, "run.total_steps=1", base=TINY)
+    result = run(
+        tmp_path / "streamed",
+        data,
+        "data.tokenizer.kind=pretrained",
+        f"data.tokenizer.path={first.directory / 'tokenizer'}",
+        "data.streaming=true",
+        "data.streaming_buffer=3",
+        "warm_start.total_steps=2",
+        "run.total_steps=1",
+        "run.save_model=false",
+        "sampling.max_tokens=8",
+        "algorithm.group_size=2",
+        "reward.function=temper_trainer_test_rewards:share_of_digits",
+        base=TINY,
+    )
+    assert len(rows(result.directory, phase="warm_start")) == 2
+
+
 def test_tasks_eval_and_generate_score_and_write_completions(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:

@@ -285,7 +285,8 @@ class DataConfig:
     rows; the source must be uncompressed local JSON lines, or of kind datasets.
     """
     streaming_buffer: PositiveInt = 1000
-    """Size of the shuffle buffer in rows; only with streaming and shuffle, in task sft."""
+    """Size of the shuffle buffer in rows; only with streaming and shuffle, in task sft
+    or a warm start without data of its own."""
     train_on: Literal["last", "all"] = "all"
     """Assistant turns of a conversation that are trained; only with messages_key."""
 

@@ -253,9 +253,13 @@ def _iterate_teacher_rules(config: TrainerConfig) -> Iterator[Rule]:
 
 def _iterate_data_rules(config: TrainerConfig) -> Iterator[Rule]:
     data, sources = config.data, config.sources
-    buffers = data.streaming and data.shuffle and config.task == "sft"
+    warm_start = config.warm_start
+    streams_warm_start = warm_start is not None and warm_start.data is None
+    buffers = data.streaming and data.shuffle and (config.task == "sft" or streams_warm_start)
     yield Rule(
-        not buffers, "data.streaming_buffer", "without data.streaming and data.shuffle in task sft"
+        not buffers,
+        "data.streaming_buffer",
+        "without data.streaming and data.shuffle in task sft or a warm start on data.train",
     )
     reason = "without data.train.messages_key, the field with full conversations"
     has_turns = data.train is not None and data.train.messages_key is not None
