@@ -414,8 +414,10 @@ class VllmSampler:
                 replica.call("cached_version").result()
             except ReplicaError:
                 return False  # it may join again when it has been started again
-            self._pool.remove(replica)
+            # First, because AddressWatch reads both without the lock, and connects again a server
+            # that is in neither.
             self._refused.append(replica)
+            self._pool.remove(replica)
         logger.warning(
             "%s has left the run, because it cannot receive weights: %s", replica.name, reason
         )
