@@ -1,5 +1,6 @@
-"""Test a full disk during a save: one message on every rank, and the previous step is intact."""
+"""Test disks that fail in a save or load: one message on every rank, and the step is intact."""
 
+import errno
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 
 from temper_engine_api.checkpoint import list_complete_steps
+from temper_engine_api.checkpoint.saved_state import SafeDcpReader
 from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
@@ -98,4 +101,34 @@ def save_twice(rank: Rank, *, setup: EngineSetup, folder: Path, full: int) -> st
         pytest.raises(CheckpointError) as caught,
     ):
         engine.save_checkpoint(str(folder), global_step=2)
+    return str(caught.value)
+
+
+def test_rank_that_cannot_read_the_list_of_tensors_fails_the_load_on_both(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    setup = OracleCache(folder=tmp_path / "models").make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    layout = Layout(name="two-ranks", world_size=2, fields={})
+    arguments: dict[str, object] = {"setup": setup, "folder": tmp_path / "steps"}
+    sentences = rank_pool.run(load_twice, engine="fsdp", layout=layout, arguments=arguments)
+    assert sentences == ["OSError: [Errno 116] Stale file handle"] * 2
+
+
+def load_twice(rank: Rank, *, setup: EngineSetup, folder: Path) -> str:
+    """Load when rank 1 cannot read, and return the error message; then load again."""
+    engine = rank.temporary_engine(setup)
+    engine.save_checkpoint(str(folder), global_step=1)
+    read = SafeDcpReader.read_metadata
+
+    def fail(reader: SafeDcpReader) -> Metadata:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    if rank.index == 1:
+        SafeDcpReader.read_metadata = fail  # type: ignore[method-assign]
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            engine.load_checkpoint(str(folder))
+    finally:
+        SafeDcpReader.read_metadata = read  # type: ignore[method-assign]
+    engine.load_checkpoint(str(folder))
     return str(caught.value)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.checkpoint import run_on_every_rank
 from temper_engine_api.checkpoint.saved_state import SavedState, has_safetensors_state
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.engine import BaseEngine
@@ -304,9 +305,14 @@ class FSDPEngine(BaseEngine):
         if has_safetensors_state(directory):
             self._load_portable_state(open_portable_state(directory))
         else:
+            # The other ranks would wait in `load` for a rank that cannot read the list.
+            saved = run_on_every_rank(
+                lambda: training_checkpoint.read_saved_entries(directory),
+                gather=self.gather_objects,
+            )
             if components.adapter is not None:
                 components.adapter.check_base_weights(
-                    training_checkpoint.has_any_parameter(directory, components.parameters.keys()),
+                    training_checkpoint.has_any_parameter(saved, components.parameters.keys()),
                     directory=directory,
                 )
             with components.tracer.stage("loading a checkpoint"):
@@ -314,6 +320,7 @@ class FSDPEngine(BaseEngine):
                     training_checkpoint.select_parameters(components),
                     components.buffers,
                     components.optimizer,
+                    saved=saved,
                     directory=directory,
                 )
         training_checkpoint.load_rng_state(

@@ -14,6 +14,7 @@ from temper_engine_api.checkpoint.engine_checkpoint import (
     BackgroundSave,
     StagedEngine,
     load_engine_checkpoint,
+    run_on_every_rank,
     save_engine_checkpoint,
 )
 from temper_engine_api.checkpoint.manifest import (
@@ -72,6 +73,7 @@ __all__ = [
     "prune",
     "read_json",
     "report_part",
+    "run_on_every_rank",
     "save_engine_checkpoint",
     "set_aside",
     "step_directory",

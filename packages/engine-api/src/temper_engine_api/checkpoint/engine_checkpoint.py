@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from temper_engine_api.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -335,6 +335,24 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
         raise first.error
     assert first.value is not None
     return first.value
+
+
+def run_on_every_rank(action: Callable[[], T], *, gather: Gather) -> T:
+    """Run an action on every rank, and return its result if it succeeded on all. Collective.
+
+    An engine needs this before collectives that a failed rank would not reach.
+
+    Args:
+        action: Does not communicate.
+        gather: The engine's `gather_objects`.
+
+    Raises:
+        TemperError: The first error of any rank, on every rank. Exceptions of other types become a
+            `CheckpointError`.
+    """
+    outcome = _attempt(action)
+    _raise_on_every_rank(outcome, gather)
+    return cast(T, outcome.value)
 
 
 def _raise_on_every_rank(outcome: _Outcome[T], gather: Gather) -> None:

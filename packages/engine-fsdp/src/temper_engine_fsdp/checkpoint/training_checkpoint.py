@@ -99,7 +99,7 @@ def read_dcp_weights(entries: Sequence[WeightEntry], *, directory: str) -> Itera
     reader = SafeDcpReader(Path(directory, STATE_FOLDER))
     saved = {
         entry.name.partition(".")[2]: entry
-        for entry in _saved_entries(reader)
+        for entry in read_saved_entries(directory)
         if _kind(entry.name) in ("parameter", "buffer")
     }
     for entry in entries:
@@ -127,17 +127,17 @@ def load_training_state(
     buffers: Buffers,
     optimizer: ShardedOptimizer | None,
     *,
+    saved: Sequence[WeightEntry],
     directory: str,
 ) -> None:
     """Fill parameters, buffers and optimizer states from a checkpoint of any layout. Collective.
 
     Optimizer states are ignored without an optimizer; all other names and shapes must match.
+    `saved` are the tensors of `read_saved_entries`.
 
     Raises:
         CheckpointError: If another configuration made the checkpoint; nothing is loaded then.
     """
-    reader = SafeDcpReader(Path(directory, STATE_FOLDER))
-    saved = _saved_entries(reader)
     if optimizer is not None:
         optimizer.allocate_state([entry.name for entry in saved])
     state_tensors = collect_state_tensors(parameters, buffers, optimizer)
@@ -153,7 +153,7 @@ def load_training_state(
         expected, [entry for entry in saved if _kind(entry.name) in kinds], directory=directory
     )
     tensors = to_row_dtensors(state_tensors)
-    load(dict(tensors), storage_reader=reader)
+    load(dict(tensors), storage_reader=SafeDcpReader(Path(directory, STATE_FOLDER)))
     for name, state in state_tensors.items():
         rows = tensors[name]
         if state.owner is not None and isinstance(rows, DTensor):
@@ -163,21 +163,28 @@ def load_training_state(
                 state.tensor.copy_(loaded)
 
 
-def has_any_parameter(directory: str, parameters: Collection[str]) -> bool:
+def has_any_parameter(saved: Sequence[WeightEntry], parameters: Collection[str]) -> bool:
     """Return True if a checkpoint contains any of these parameters."""
-    saved = {entry.name for entry in _saved_entries(SafeDcpReader(Path(directory, STATE_FOLDER)))}
-    return any(f"parameter.{name}" in saved for name in parameters)
+    return not {f"parameter.{name}" for name in parameters}.isdisjoint(
+        entry.name for entry in saved
+    )
 
 
 def _get_full_shape(state: StateTensor) -> tuple[int, ...]:
     return tuple(state.tensor.shape if state.owner is None else state.owner.shape)
 
 
-def _saved_entries(reader: SafeDcpReader) -> list[WeightEntry]:
-    saved = reader.read_metadata().state_dict_metadata
+def read_saved_entries(directory: str) -> list[WeightEntry]:
+    """Return names, shapes and dtypes of the tensors in a checkpoint's training state.
+
+    Raises:
+        CheckpointError: If the list of tensors is damaged.
+        OSError: If it cannot be read.
+    """
+    reader = SafeDcpReader(Path(directory, STATE_FOLDER))
     return [
         WeightEntry(name=name, shape=tuple(tensor.size), dtype=tensor.properties.dtype)
-        for name, tensor in saved.items()
+        for name, tensor in reader.read_metadata().state_dict_metadata.items()
         if isinstance(tensor, TensorStorageMetadata)
     ]
 
