@@ -1,7 +1,7 @@
 """Test a full disk while saving: the same error on every rank, and the last step stays."""
 
 import resource
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -75,16 +75,20 @@ def save_twice(rank, *, setup, batch, folder, full):
     """Return the error message of the second save, which is divided into many files."""
     engine = rank.temporary_engine(setup)
     engine.save_checkpoint(str(folder), global_step=1)
-    file_bytes = checkpoint_files.FILE_BYTES
-    checkpoint_files.FILE_BYTES = 40_000
+    file_bytes, write = checkpoint_files.FILE_BYTES, engine._write_state
+
+    # Only while files are written: the ranks agree on the failure through a store in a file.
+    def write_to_full_disk(directory):
+        with full_disk(at=500):
+            return write(directory)
+
+    checkpoint_files.FILE_BYTES = 1000
+    if rank.index == full:
+        engine._write_state = write_to_full_disk
     try:
-        with (
-            # The ranks agree on a failure through a store, which is a smaller file here.
-            full_disk(at=30_000) if rank.index == full else nullcontext(),
-            pytest.raises(CheckpointError) as caught,
-        ):
+        with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(str(folder), global_step=2)
     finally:
-        checkpoint_files.FILE_BYTES = file_bytes
+        checkpoint_files.FILE_BYTES, engine._write_state = file_bytes, write
     train(engine, [batch])
     return str(caught.value)
