@@ -161,6 +161,23 @@ def test_completion_that_leaves_no_position_for_a_prompt_is_refused(
     )
 
 
+def test_sampled_evaluation_of_a_saved_model_must_leave_a_position_for_a_prompt(
+    there: list[str], tmp_path: Path
+) -> None:
+    fields = {"model_type": "qwen2", "max_position_embeddings": 64}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    (tmp_path / "eval.jsonl").write_text('{"question": "What is 6 * 7?", "answer": "42"}\n')
+    overrides = [
+        *(each for each in there if not each.startswith("data.train")),
+        "task=eval",
+        f"data.eval.paths=[{tmp_path / 'eval.jsonl'}]",
+        "run.eval_sampling.max_tokens=16",
+        "sampling.max_tokens=64",
+    ]
+    check_external_objects(load(overrides).config)
+    assert "sampling.max_tokens is 64" in refusal([*overrides, "run.eval_sampled=true"])
+
+
 @pytest.mark.parametrize(
     "fields",
     [

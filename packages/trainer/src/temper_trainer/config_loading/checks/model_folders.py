@@ -118,7 +118,7 @@ def iterate_completion_limits(config: TrainerConfig) -> Iterator[tuple[str, int]
     """Yield the key and the value of each limit on single completions, of runs without turns."""
     if not config.generates_completions or config.all_environments:
         return
-    if config.task != "eval":
+    if config.task != "eval" or config.run.eval_sampled:
         yield "sampling.max_tokens", config.sampling.max_tokens
     if config.data.eval_sources:
         yield "run.eval_sampling.max_tokens", config.run.eval_sampling.max_tokens
