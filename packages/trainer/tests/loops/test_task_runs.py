@@ -428,19 +428,23 @@ def test_streamed_data_is_packed_by_tokens_and_resumes_where_it_stopped(
     assert uninterrupted[-1]["data/epoch"] >= 1.0
 
 
+def write_sums(run: Run, folder: Path) -> tuple[str, ...]:
+    """Write six problems, train a tokenizer on them, and return the settings that use both."""
+    data = write(
+        folder / "sums.jsonl",
+        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)],
+    )
+    first = run(folder / "first", "task=sft", data, "run.total_steps=1", base=TINY)
+    path = first.directory / "tokenizer"
+    return (data, "data.tokenizer.kind=pretrained", f"data.tokenizer.path={path}")
+
+
 @pytest.mark.bitwise
 def test_streamed_rows_train_the_same_bits_as_rows_that_are_loaded_first(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
-    data = write(
-        tmp_path / "sums.jsonl",
-        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)],
-    )
-    first = run(tmp_path / "first", "task=sft", data, "run.total_steps=1", base=TINY)
     settings = (
-        data,
-        "data.tokenizer.kind=pretrained",
-        f"data.tokenizer.path={first.directory / 'tokenizer'}",
+        *write_sums(run, tmp_path),
         "run.save_model=false",
         "sampling.max_tokens=8",
         "algorithm.group_size=2",
@@ -456,16 +460,9 @@ def test_streamed_rows_train_the_same_bits_as_rows_that_are_loaded_first(
 def test_warm_start_on_streamed_rows_uses_their_buffer(
     run: Run, rows: Rows, tmp_path: Path
 ) -> None:
-    data = write(
-        tmp_path / "sums.jsonl",
-        [{"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(6)],
-    )
-    first = run(tmp_path / "first", "task=sft", data, "run.total_steps=1", base=TINY)
     result = run(
         tmp_path / "streamed",
-        data,
-        "data.tokenizer.kind=pretrained",
-        f"data.tokenizer.path={first.directory / 'tokenizer'}",
+        *write_sums(run, tmp_path),
         "data.streaming=true",
         "data.streaming_buffer=3",
         "warm_start.total_steps=2",
