@@ -340,7 +340,7 @@ def _build_rank_plan(
 
 
 def _join_groups(group_ids: Sequence[int], pack_group_ids: Sequence[int]) -> list[list[int]]:
-    """Merge sequences that share a group or a pack group, directly or transitively.
+    """Merge sequences that share a group or a pack group, directly or through other sequences.
 
     Returns:
         Lists of indices that must stay in one mini-batch, in input order.

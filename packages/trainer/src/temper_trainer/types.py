@@ -243,7 +243,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """An agent's completions that continue another history than its `Rollout`.
+    """Completions that an agent sampled after it had rewritten the history of its `Rollout`.
 
     Example:
         An agent that summarized its history continues from the summary (tokens 6, 2 and 8):

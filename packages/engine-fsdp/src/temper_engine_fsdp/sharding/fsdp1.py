@@ -147,7 +147,7 @@ class FSDP1Module:
 
 
 def _frozen_parameters(model: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """Return (module, name, parameter) for frozen parameters, repeatedly if it is shared."""
+    """Return each frozen parameter with every module that has it, and its name there."""
     return [
         (module, name, parameter)
         for module in model.modules()

@@ -217,10 +217,10 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
 
 
 def parse_json_line(line: str | bytes, *, path: str, number: int) -> tuple[str, object]:
-    """Return file and line, and the record of a line.
+    """Return a line's file and number as `FILE:NUMBER`, and its parsed JSON.
 
     Raises:
-        DataError: If it is no JSON.
+        DataError: If the line is not valid JSON.
     """
     try:
         text = line if isinstance(line, str) else line.decode("utf-8-sig")

@@ -51,7 +51,7 @@ class EvaluationRow:
 
     @property
     def num_completions(self) -> int:
-        """Completions per problem, the largest k of its metrics; 1 without such metrics."""
+        """Number of completions per problem: the largest k of metrics such as mean@k, or 1."""
         matches = filter(None, map(_AT_K.fullmatch, self.values))
         return max((int(match[2]) for match in matches), default=1)
 

@@ -228,7 +228,7 @@ def _close_on_error(
 
 
 def close_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> None:
-    """Close this rank's end of its channel; does nothing if it has none or it is closed."""
+    """Close this rank's end of its channel, if it has one and it is open."""
     spec = specs.get(worker.rank)
     if spec is not None:
         _close_channel(worker, spec)
