@@ -15,8 +15,8 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.distributed.gather_codec import decode_value, encode_value
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.gather_codec import decode_value, encode_value
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import EngineConfig, ModelSpec, OptimizerSpec, ScheduleSpec
 from temper_engine_api.topology import Axis, Topology

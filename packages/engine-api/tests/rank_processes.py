@@ -8,7 +8,7 @@ from torch.multiprocessing.spawn import start_processes
 # Fork from a server that has imported torch once: an import takes seconds in each spawned process.
 # The server has no threads, which a fork would lose.
 multiprocessing.set_forkserver_preload(
-    ["pytest", "torch.distributed", "temper_engine_api.rank_failures"]
+    ["pytest", "torch.distributed", "temper_engine_api.distributed.rank_failures"]
 )
 
 

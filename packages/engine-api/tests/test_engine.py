@@ -18,6 +18,7 @@ from torch.distributed import HashStore
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.capabilities import Capability
+from temper_engine_api.distributed.rank_failures import RankFailures
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     BatchError,
@@ -31,7 +32,6 @@ from temper_engine_api.errors import (
 from temper_engine_api.hooks import pack_single_micro_batch
 from temper_engine_api.objective import HeadOutput, Objective
 from temper_engine_api.padding import to_padded
-from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.specs import (
     EngineConfig,
     LoraSpec,

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from temper_engine_api.batch import Denominators, from_sequences
+from temper_engine_api.distributed.gather_codec import decode_value, encode_value
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
     MessageError,
     TemperError,
 )
-from temper_engine_api.gather_codec import decode_value, encode_value
 from temper_engine_api.metrics import LazyMetrics, Metric
 from temper_engine_api.objective import HeadOutput
 

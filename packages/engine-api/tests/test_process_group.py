@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from temper_engine_api import process_group
+from temper_engine_api.distributed import process_group
+from temper_engine_api.distributed.process_group import ThreadGroup, gather_objects
 from temper_engine_api.errors import MessageError
-from temper_engine_api.process_group import ThreadGroup, gather_objects
 
 from .rank_processes import run_ranks
 

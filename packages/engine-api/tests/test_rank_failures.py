@@ -20,20 +20,20 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from temper_engine_api.errors import (
-    CheckpointError,
-    CollectiveTimeoutError,
-    ConfigError,
-    RankFailedError,
-)
-from temper_engine_api.process_group import join_default_group, report_failed_start
-from temper_engine_api.rank_connections import close_connections, list_own_connections
-from temper_engine_api.rank_failures import (
+from temper_engine_api.distributed.process_group import join_default_group, report_failed_start
+from temper_engine_api.distributed.rank_connections import close_connections, list_own_connections
+from temper_engine_api.distributed.rank_failures import (
     BuildStage,
     RankFailures,
     _watch,
     has_lost_connection,
     leaves_collectives,
+)
+from temper_engine_api.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    ConfigError,
+    RankFailedError,
 )
 from temper_engine_api.topology import Axis, Topology
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from temper_engine_api import rank_failures
+from temper_engine_api.distributed import rank_failures
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.errors import CheckpointError, RankFailedError
-from temper_engine_api.process_group import gather_objects
 from temper_engine_api.topology import Axis, Topology
 
 from .conftest import BigramConfig, BigramEngine

@@ -20,16 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from temper_engine_api import rendezvous
-from temper_engine_api.authenticating_listener import MAX_HANDSHAKES
-from temper_engine_api.errors import EngineStateError
-from temper_engine_api.rendezvous import (
+from temper_engine_api.distributed import rendezvous
+from temper_engine_api.distributed.authenticating_listener import MAX_HANDSHAKES
+from temper_engine_api.distributed.rendezvous import (
     StoreServer,
     TokenStore,
     find_interface,
     get_run_token,
     store_from_environment,
 )
+from temper_engine_api.errors import EngineStateError
 
 LOOPBACK = "127.0.0.1"
 SOON = timedelta(seconds=20)

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
+from temper_engine_api.distributed.gatherable import gatherable
 from temper_engine_api.errors import BatchError
-from temper_engine_api.gatherable import gatherable
 
 DUMMY_ID = -1
 """Sample, group and pack-group id of the one-token dummy that fills an empty micro-batch."""

@@ -25,6 +25,9 @@ from torch import Tensor
 from temper_engine_api import checkpoint
 from temper_engine_api.batch import PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability, find_required_capabilities
+from temper_engine_api.distributed.process_group import report_failed_start
+from temper_engine_api.distributed.rank_connections import connect_groups
+from temper_engine_api.distributed.rank_failures import RankFailures, leaves_collectives
 from temper_engine_api.errors import (
     CapabilityError,
     CheckpointError,
@@ -58,9 +61,6 @@ from temper_engine_api.outputs import (
     gather_outputs,
 )
 from temper_engine_api.plan import build_packed_batch, plan_mini_batch
-from temper_engine_api.process_group import report_failed_start
-from temper_engine_api.rank_connections import connect_groups
-from temper_engine_api.rank_failures import RankFailures, leaves_collectives
 from temper_engine_api.reduction import ObjectiveLoss, count_denominators
 from temper_engine_api.schedule import compute_learning_rate
 from temper_engine_api.specs import EngineConfig, OptimizerSpec

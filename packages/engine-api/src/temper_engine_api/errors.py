@@ -53,7 +53,7 @@ class CollectiveTimeoutError(TemperError, RuntimeError):
 class RankFailedError(TemperError, RuntimeError):
     """A rank raised in a collective call, which broke the process group; names rank and message.
 
-    The engine can't be used any more. See `temper_engine_api.rank_failures`.
+    The engine can't be used any more. See `temper_engine_api.distributed.rank_failures`.
     """
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from temper_engine_api.gatherable import gatherable
+from temper_engine_api.distributed.gatherable import gatherable
 
 Reduction = Literal["mean", "sum", "max", "min"]
 

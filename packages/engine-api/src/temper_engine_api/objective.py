@@ -15,8 +15,8 @@ from typing import ClassVar, Literal, TypeVar
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.distributed.gatherable import gatherable
 from temper_engine_api.errors import BatchError, ConfigError, EngineStateError
-from temper_engine_api.gatherable import gatherable
 from temper_engine_api.metrics import Metric
 
 LOGPROB_AT_IDS = "logprob_at_ids"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.distributed.gatherable import gatherable
 from temper_engine_api.errors import BatchError
-from temper_engine_api.gatherable import gatherable
 from temper_engine_api.metrics import LazyMetrics, Metric, materialize_metrics, merge_metrics
 from temper_engine_api.objective import HeadOutput, HeadOutputs
 

@@ -18,6 +18,7 @@ from temper_engine_api.checkpoint import (
 )
 from temper_engine_api.checkpoint.engine_checkpoint import _check_seen, save_engine_checkpoint
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME
+from temper_engine_api.distributed.gather_codec import encode_value
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
     CheckpointError,
@@ -27,7 +28,6 @@ from temper_engine_api.errors import (
     IncompleteCheckpointError,
     MessageError,
 )
-from temper_engine_api.gather_codec import encode_value
 from temper_engine_api.specs import ModelSpec
 
 MakeEngines = Callable[..., list[Any]]

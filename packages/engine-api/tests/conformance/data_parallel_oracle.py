@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.oracle.oracle_engine import OracleEngine
-from temper_engine_api.process_group import gather_objects
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.topology import Axis, Topology
 
 

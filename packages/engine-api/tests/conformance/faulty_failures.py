@@ -7,8 +7,8 @@ import torch
 from data_parallel_oracle import DataParallelOracle
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from temper_engine_api.distributed.rank_failures import RankFailures
 from temper_engine_api.errors import RankFailedError
-from temper_engine_api.rank_failures import RankFailures
 from temper_engine_api.updates import GradientState
 
 

@@ -12,7 +12,7 @@ from data_parallel_oracle import DataParallelOracle
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.oracle.oracle_engine import STATE_FILE
-from temper_engine_api.process_group import gather_objects
+from temper_engine_api.distributed.process_group import gather_objects
 
 OTHER_STATE_FILE = "other_optimizer.pt"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

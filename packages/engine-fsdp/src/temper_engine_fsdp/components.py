@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from temper_engine_api import adapter_checks
 from temper_engine_api.determinism import check_deterministic_environment
+from temper_engine_api.distributed.process_group import ThreadGroup, choose_device
 from temper_engine_api.errors import CapabilityError, ConfigError, format_install
 from temper_engine_api.file_names import FileNames
 from temper_engine_api.objective import HeadOutput
@@ -23,7 +24,6 @@ from temper_engine_api.offload import (
     Offloader,
     OffloadPolicy,
 )
-from temper_engine_api.process_group import ThreadGroup, choose_device
 from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig

@@ -16,11 +16,11 @@ from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import run_on_every_rank
 from temper_engine_api.checkpoint.saved_state import SavedState, has_safetensors_state
 from temper_engine_api.determinism import use_deterministic_algorithms
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import LazyMetrics, Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
-from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved_entries

@@ -10,10 +10,10 @@ from transformers import PretrainedConfig
 from temper_engine_api.adapter_checks import check_target_names
 from temper_engine_api.compile_cache import protect_compile_cache
 from temper_engine_api.determinism import check_deterministic_environment
+from temper_engine_api.distributed.process_group import ThreadGroup
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.file_names import FileNames
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
-from temper_engine_api.process_group import ThreadGroup
 from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
 from temper_engine_megatron.adapter.adapter_placement import plan_placement

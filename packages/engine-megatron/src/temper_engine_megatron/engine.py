@@ -15,12 +15,12 @@ from torch import Tensor
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.determinism import use_deterministic_algorithms
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.metrics import Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS
-from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight, TrainingState

@@ -11,8 +11,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from temper_engine_api.distributed.process_group import choose_device
 from temper_engine_api.errors import ConfigError, TemperError
-from temper_engine_api.process_group import choose_device
 from temper_engine_api.registry import load_engine_class
 from temper_trainer.__main__ import main
 from temper_trainer.config_loading import load

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
+from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.agent_environment import AgentFailedError

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from temper_engine_api.rendezvous import get_run_token
+from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_trainer.loops import RunResult
 
 from .listeners_for_tests import Listeners, Row, rows

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from temper_engine_api.rendezvous import get_run_token
+from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import RunResult, train
 from temper_trainer.loops.rl_loop import StepLoop

@@ -21,8 +21,8 @@ import pytest
 import yaml
 from rich.console import Console
 
+from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.rendezvous import get_run_token
 from temper_trainer.metrics import prometheus
 from temper_trainer.metrics.run_log import RunLog
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from temper_engine_api.distributed.rendezvous import StoreServer, TokenStore
 from temper_engine_api.errors import EngineStateError, WeightError
-from temper_engine_api.rendezvous import StoreServer, TokenStore
 from temper_trainer.rollout.packed_bucket import PackedBucket
 from temper_trainer.rollout.shared_buffer import SharedBuffer, parse_shared_buffer
 from temper_trainer.rollout.weight_channel import ChannelSpec, WeightChannel, _make_gloo_options

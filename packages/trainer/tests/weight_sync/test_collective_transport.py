@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper_engine_api.distributed.rendezvous import TokenStore, get_run_token
 from temper_engine_api.errors import EngineStateError
-from temper_engine_api.rendezvous import TokenStore, get_run_token
 from temper_engine_api.weights import NamedWeight, WeightStream
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.sampler import ReplicaError

@@ -34,8 +34,8 @@ from temper_engine_api.checkpoint.transaction import (
     begin_checkpoint,
     open_part,
 )
+from temper_engine_api.distributed.gatherable import gatherable
 from temper_engine_api.errors import CheckpointError, ConfigError, EngineStateError, TemperError
-from temper_engine_api.gatherable import gatherable
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 

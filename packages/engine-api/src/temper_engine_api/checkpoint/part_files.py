@@ -8,8 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from temper_engine_api.distributed.gatherable import gatherable
 from temper_engine_api.errors import DamagedCheckpointError
-from temper_engine_api.gatherable import gatherable
 
 
 @gatherable

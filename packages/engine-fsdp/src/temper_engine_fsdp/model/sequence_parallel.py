@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 
+from temper_engine_api.distributed.process_group import sum_over_ranks
 from temper_engine_api.errors import ConfigError
-from temper_engine_api.process_group import sum_over_ranks
 
 
 class SequenceGroup:

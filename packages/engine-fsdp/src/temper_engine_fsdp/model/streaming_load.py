@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.file_names import FileNames
-from temper_engine_api.process_group import gather_objects
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.model.huggingface_model import build_model, is_lm_head, is_value_head
 from temper_engine_fsdp.model.weight_names import INDEX_NAME, read_file_names

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from temper_engine_api import process_group
+from temper_engine_api.distributed import process_group
 from temper_engine_api.errors import ConfigError
 
 REPLICATE_AXIS = "replicate"

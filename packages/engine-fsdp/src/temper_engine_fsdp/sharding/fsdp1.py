@@ -18,7 +18,7 @@ from torch.distributed.fsdp._runtime_utils import _catch_all_reshard
 from torch.distributed.fsdp._traversal_utils import _get_fsdp_states
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from temper_engine_api.process_group import gather_objects
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.packed_model import PREFIX, PackedModel, find_layers
 from temper_engine_fsdp.runtime.numerics import torch_dtype

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.distributed.process_group import sum_over_ranks
 from temper_engine_api.errors import CapabilityError
 from temper_engine_api.objective import HeadOutput, HeadOutputs, get_logprob_at_ids
-from temper_engine_api.process_group import sum_over_ranks
 from temper_engine_megatron.adapter.adapter_placement import TrainedHead
 from temper_engine_megatron.model.micro_batch_layout import LocalMicroBatch
 from temper_engine_megatron.model.vocab_parallel_logprobs import VocabShard, vocab_parallel_logprobs

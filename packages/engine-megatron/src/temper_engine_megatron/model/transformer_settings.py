@@ -12,8 +12,8 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from temper_engine_api.distributed.process_group import choose_device
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_api.process_group import choose_device
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.model.config_overrides import to_megatron_values

@@ -18,7 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
-from temper_engine_api import process_group
+from temper_engine_api.distributed import process_group
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_megatron.config import MegatronConfig
@@ -187,7 +187,7 @@ def leave_groups(membership: Membership) -> None:
 
 
 def choose_device(requested: str) -> torch.device:
-    """Return this rank's device; see `temper_engine_api.process_group.choose_device`.
+    """Return this rank's device; see `temper_engine_api.distributed.process_group.choose_device`.
 
     Raises:
         ConfigError: If CUDA is requested but not available, or if the CPU is requested although

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from temper_engine_api.process_group import gather_objects
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_megatron.model.gpt_chunks import PackedGPTModel
 
 ROUTER_BIAS = "mlp.router.expert_bias"

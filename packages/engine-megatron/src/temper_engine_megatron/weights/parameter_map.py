@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.file_names import FileNames
-from temper_engine_api.process_group import gather_objects
 from temper_engine_api.weights import WeightEntry
 from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
 from temper_engine_megatron.bridge_compat import (

@@ -16,8 +16,8 @@ from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_engine_api.errors import ConfigError, format_install
-from temper_engine_api.rendezvous import get_run_token
 
 if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment

@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from temper_engine_api.distributed.rendezvous import StoreServer, TokenStore
 from temper_engine_api.errors import TemperError
-from temper_engine_api.rendezvous import StoreServer, TokenStore
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     TensorEntry,

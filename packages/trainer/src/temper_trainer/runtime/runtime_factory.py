@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from temper_engine_api.distributed.rendezvous import bind_collectives
 from temper_engine_api.errors import ConfigError, format_install
-from temper_engine_api.rendezvous import bind_collectives
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.hf_sampler import HfSampler

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from temper_engine_api.rendezvous import TOKEN_VARIABLE, StoreServer
+from temper_engine_api.distributed.rendezvous import TOKEN_VARIABLE, StoreServer
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.rollout.packed_bucket import (

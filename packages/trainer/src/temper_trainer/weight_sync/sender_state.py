@@ -12,8 +12,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from temper_engine_api.distributed.rendezvous import StoreServer
 from temper_engine_api.errors import WeightError
-from temper_engine_api.rendezvous import StoreServer
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.packed_bucket import TensorEntry, plan_layout, split_into_buckets
 from temper_trainer.rollout.weight_channel import WeightChannel

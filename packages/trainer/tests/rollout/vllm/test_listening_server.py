@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.loops.listeners_for_tests import Listeners, rows
-from temper_engine_api import authenticating_listener
+from temper_engine_api.distributed import authenticating_listener
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.process_folders import SHARED_MEMORY
 from temper_trainer.rollout.sampler import ReplicaError
@@ -40,7 +40,7 @@ MAX_HANDSHAKES = 16
 """Limit of handshakes at a time: low, so that they are all in progress on a busy machine too."""
 CONNECT_AND_SLEEP = """
 import socket, time
-from temper_engine_api.authenticating_listener import authenticate_socket
+from temper_engine_api.distributed.authenticating_listener import authenticate_socket
 from temper_trainer.rollout.vllm.messages import ServerSpec, encode
 client = socket.create_connection(("{address}", {port}))
 connection = authenticate_socket(client, b"secret of servers", is_server=False, timeout_s=20)

@@ -8,7 +8,7 @@ import torch
 
 from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import make_prompts, make_requests
-from temper_engine_api.rendezvous import StoreServer
+from temper_engine_api.distributed.rendezvous import StoreServer
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.packed_bucket import (

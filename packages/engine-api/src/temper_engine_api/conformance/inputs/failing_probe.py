@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.inputs.probes import SftProbe
+from temper_engine_api.distributed.rank_connections import close_connections, list_own_connections
 from temper_engine_api.objective import HeadOutput, HeadOutputs, LossTerms
-from temper_engine_api.rank_connections import close_connections, list_own_connections
 
 Kind = Literal[
     "loss",

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from temper_engine_api import rank_failures
 from temper_engine_api.batch import PackedBatch, SequenceBatch
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
@@ -39,6 +38,7 @@ from temper_engine_api.conformance.inputs.failing_probe import (
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.distributed import rank_failures
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, RankFailedError
 from temper_engine_api.weights import NamedWeight

@@ -11,7 +11,6 @@ from typing import Literal, NoReturn
 
 import pytest
 
-from temper_engine_api import rank_failures
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
@@ -28,6 +27,7 @@ from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.distributed import rank_failures
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import EngineStateError, RankFailedError
 from temper_engine_api.topology import Topology

@@ -116,7 +116,7 @@ def check_models(loaded: LoadedConfig) -> None:
     engines = dict(iterate_engines(config))
     for name, engine in engines.items():
         if engine.device == "cuda" and config.runtime.kind == "inline":
-            from temper_engine_api.process_group import choose_device
+            from temper_engine_api.distributed.process_group import choose_device
 
             try:
                 choose_device(engine.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from aiohttp import web
 from transformers import PreTrainedTokenizerBase
 
-from temper_engine_api.rendezvous import get_run_token
+from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_trainer.environment.gateway.chat_history import ChatHistory, EncodedPrompt, SampledText
 from temper_trainer.environment.gateway.chat_request import (
     CompletionOptions,

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
-from temper_engine_api.authenticating_listener import AuthenticatingListener
+from temper_engine_api.distributed.authenticating_listener import AuthenticatingListener
 from temper_engine_api.errors import ConfigError
 from temper_trainer.rollout.vllm import server as run_server
 from temper_trainer.rollout.vllm.messages import Hello, encode

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from temper_engine_api.authenticating_listener import authenticate_socket
+from temper_engine_api.distributed.authenticating_listener import authenticate_socket
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.rollout.sampler import ReplicaError

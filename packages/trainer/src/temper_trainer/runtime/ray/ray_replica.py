@@ -8,8 +8,8 @@ from typing import Protocol, cast
 
 import ray
 
+from temper_engine_api.distributed.rendezvous import bind_collectives
 from temper_engine_api.errors import TemperError
-from temper_engine_api.rendezvous import bind_collectives
 from temper_trainer.redaction import redact_standard_streams
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.runtime.ray.ray_calls import RemoteMethod

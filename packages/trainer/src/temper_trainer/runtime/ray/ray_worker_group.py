@@ -7,13 +7,13 @@ from typing import Protocol, TypeVar, cast
 
 import ray
 
-from temper_engine_api.registry import load_engine_class
-from temper_engine_api.rendezvous import (
+from temper_engine_api.distributed.rendezvous import (
     TOKEN_VARIABLE,
     StoreServer,
     bind_collectives,
     get_run_token,
 )
+from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig
 from temper_trainer.redaction import (
     list_registered_secrets,

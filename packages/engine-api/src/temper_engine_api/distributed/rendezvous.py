@@ -25,7 +25,10 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from temper_engine_api.authenticating_listener import AuthenticatingListener, authenticate_socket
+from temper_engine_api.distributed.authenticating_listener import (
+    AuthenticatingListener,
+    authenticate_socket,
+)
 from temper_engine_api.errors import EngineStateError
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from temper_engine_api import errors
+from temper_engine_api.distributed.gatherable import CLASSES, format_full_name
 from temper_engine_api.errors import MessageError, TemperError
-from temper_engine_api.gatherable import CLASSES, format_full_name
 
 _HEADER_BYTES = 8
 _SCALARS = frozenset({str, int, bool, float, type(None)})
@@ -120,7 +120,7 @@ def _encode(value: object, tensors: list[Tensor]) -> object:
     raise MessageError(
         f"a value of type {format_full_name(kind)} cannot be gathered from ranks: convert it to "
         "numbers, strings, lists, tuples, dicts or tensors, or mark its dataclass with "
-        "temper_engine_api.gatherable.gatherable."
+        "temper_engine_api.distributed.gatherable.gatherable."
     )
 
 

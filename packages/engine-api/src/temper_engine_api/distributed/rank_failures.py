@@ -53,19 +53,19 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
+from temper_engine_api.distributed.rank_connections import (
+    abort_device_collectives,
+    close_connections,
+    count_collectives,
+    end_interrupted_batches,
+    list_own_connections,
+)
 from temper_engine_api.errors import (
     CheckpointError,
     CollectiveTimeoutError,
     EngineStateError,
     RankFailedError,
     TemperError,
-)
-from temper_engine_api.rank_connections import (
-    abort_device_collectives,
-    close_connections,
-    count_collectives,
-    end_interrupted_batches,
-    list_own_connections,
 )
 from temper_engine_api.topology import Topology
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
+from temper_engine_api.distributed.gather_codec import decode_value, encode_value
+from temper_engine_api.distributed.rank_failures import AGREEMENT_S, RankFailures, take_event_number
+from temper_engine_api.distributed.rendezvous import store_from_environment
 from temper_engine_api.errors import ConfigError, EngineStateError, MessageError
-from temper_engine_api.gather_codec import decode_value, encode_value
-from temper_engine_api.rank_failures import AGREEMENT_S, RankFailures, take_event_number
-from temper_engine_api.rendezvous import store_from_environment
 
 ObjectT = TypeVar("ObjectT")
 

@@ -1,0 +1,1 @@
+"""Work between processes: process groups and their store, gathers of values, failures of ranks."""
