@@ -38,7 +38,23 @@ ADAMW = "adamw"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """Model, source of its weights, and head."""
+    """Model, source of its weights, and head.
+
+    Example:
+        A model from the Hub, and the critic that starts from the same weights:
+
+        >>> actor = ModelSpec(path="Qwen/Qwen3-8B")
+        >>> critic = ModelSpec(path="Qwen/Qwen3-8B", model_type="value_model", seed=1)
+        >>> actor.model_type, critic.model_type
+        ('language_model', 'value_model')
+
+        Lists are tuples here, and become lists for transformers:
+
+        >>> kinds = ("full_attention", "sliding_attention")
+        >>> tiny = ModelSpec(architecture={"model_type": "gemma3_text", "layer_types": kinds})
+        >>> tiny.to_config_fields()["layer_types"]
+        ['full_attention', 'sliding_attention']
+    """
 
     path: str | None = None
     """Hugging Face model to load: a local directory or, in `temper-train`, also a name on the Hub
@@ -195,7 +211,17 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSpec:
-    """Optimizer and gradient clipping."""
+    """Optimizer and gradient clipping.
+
+    Example:
+        AdamW with the betas that language models are often trained with, and an optimizer of torch:
+
+        >>> OptimizerSpec(lr=3e-6, betas=(0.9, 0.95)).is_adamw
+        True
+        >>> sgd = OptimizerSpec(name="torch.optim.SGD", lr=0.01, arguments={"momentum": 0.9})
+        >>> sgd.is_adamw, sgd.arguments["momentum"]
+        (False, 0.9)
+    """
 
     name: str = ADAMW
     """`adamw` (fused), or the dotted path of a torch optimizer, such as `torch.optim.SGD`."""

@@ -196,7 +196,9 @@ class StepLoop:
         if isinstance(self._pipeline, BatchPipeline):
             return self._pipeline.take(step), []
         groups = self._pipeline.take(step)
-        rollouts, metrics = form_rollouts(groups, components=self.components, step=step)
+        rollouts, metrics = form_rollouts(
+            groups, config=self.components.config, scorer=self.components.scorer, step=step
+        )
         return (
             SampledStep(rollouts=rollouts, metrics=metrics, times=time_groups(groups)),
             groups,

@@ -11,6 +11,7 @@ import torch
 from temper_engine_api.errors import BatchError, ConfigError
 from temper_trainer.config.algorithm import AlgorithmConfig
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.rollouts.group_pipeline import GroupSink
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.scored_rollouts import (
@@ -21,6 +22,7 @@ from temper_trainer.loops.rollouts.scored_rollouts import (
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import Span, TimedRollout
+from temper_trainer.reward.scoring import Scorer
 from temper_trainer.types import Completion, FinishReason, Prompt, Rollout, SamplingRequest
 
 
@@ -137,7 +139,8 @@ def _find_group(index: int, num_sampled: int, group_size: int) -> int:
 def form_rollouts(
     groups: Sequence[SampledGroup],
     *,
-    components: RunComponents,
+    config: TrainerConfig,
+    scorer: Scorer,
     step: int,
     first_group: int = 0,
 ) -> tuple[list[Rollout], dict[str, float]]:
@@ -147,7 +150,8 @@ def form_rollouts(
 
     Args:
         groups: Sampled groups.
-        components: Components of the run.
+        config: The configuration.
+        scorer: Has scored the rollouts; names the metrics of its rewards.
         step: Number of the step, for messages.
         first_group: Number of groups in earlier rounds of the step; ids continue from it.
 
@@ -157,9 +161,9 @@ def form_rollouts(
     conversations = [each.conversation for group in groups for each in group.rollouts]
     _check_environment_rewards(
         [each.conversation for group in groups for each in group.members],
-        algorithm=components.config.algorithm,
+        algorithm=config.algorithm,
     )
-    _check_branches(conversations, algorithm=components.config.algorithm)
+    _check_branches(conversations, algorithm=config.algorithm)
     rollouts = [
         rollout
         for i, group in enumerate(groups)
@@ -179,7 +183,7 @@ def form_rollouts(
         metrics["rollout/off_policy_fraction"] = num_given / len(groups)
     in_order = [each for group in groups for each in group.rollouts]
     in_order += [group.baseline for group in groups if group.baseline is not None]
-    return rollouts, metrics | measure_scoring(in_order, components=components)
+    return rollouts, metrics | measure_scoring(in_order, scorer=scorer, config=config)
 
 
 def choose_off_policy_prompts(num_prompts: int, *, fraction: float, seed: int) -> frozenset[int]:

@@ -153,7 +153,11 @@ async def sample_round(
     )
     timer.add("reward", measure_reward_seconds(groups))
     rollouts, metrics = form_rollouts(
-        groups, components=components, step=step, first_group=first_group
+        groups,
+        config=components.config,
+        scorer=components.scorer,
+        step=step,
+        first_group=first_group,
     )
     times = time_groups(groups, first_group=first_group)
     return SampledStep(rollouts=rollouts, metrics=metrics, times=times)

@@ -4,9 +4,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.loops.rollouts.multi_turn import Conversation, measure_turns
 from temper_trainer.loops.run.run_components import RunComponents
 from temper_trainer.progress import track_progress
+from temper_trainer.reward.scoring import Scorer
 from temper_trainer.reward.scoring_round import ScoredItem, ScoringRound
 from temper_trainer.types import Prompt, SamplingRequest, Score
 
@@ -116,19 +118,19 @@ async def _score(
 
 
 def measure_scoring(
-    rollouts: Sequence[ScoredRollout], *, components: RunComponents
+    rollouts: Sequence[ScoredRollout], *, scorer: Scorer, config: TrainerConfig
 ) -> dict[str, float]:
     """Return the metrics of rewards and, with an environment, of turns and tools.
 
     The turns of given completions do not count.
     """
     items = [each.item for each in rollouts if each.item is not None]
-    metrics = components.scorer.measure(items)
-    if not components.config.all_environments:
+    metrics = scorer.measure(items)
+    if not config.all_environments:
         return metrics
     sampled = [each for each in rollouts if not each.conversation.is_given]
     metrics |= measure_turns([each.conversation for each in sampled])
-    for name in components.config.environments:
+    for name in config.environments:
         metrics |= _measure_environment(
             name, [each for each in sampled if each.prompt.environment == name]
         )
