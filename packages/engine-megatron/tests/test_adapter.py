@@ -135,7 +135,7 @@ def test_only_the_adapter_has_gradients(start):
             replace(LORA, exclude_modules="nope.*"),
             r"lora.exclude_modules names nope\.\*, but no layer of this model has that name",
         ),
-        (replace(LORA, modules_to_save=("lm_head",)), "ties to its other embedding"),
+        (replace(LORA, modules_to_save=("lm_head",)), "ties it to the input embedding"),
         (replace(LORA, modules_to_save=("norm",)), "can train only the output layer in full"),
     ],
 )

@@ -97,7 +97,7 @@ def format_install(*requirements: str, command: str = "pip install") -> str:
         pip install './packages/trainer[ray]' in a clone of Temper (with its wheels in DIR: pip
         install --find-links DIR 'temper-trainer[ray]')
     """
-    # No package is on an index: there, a name without --find-links would find nothing of ours.
+    # Our packages are not on an index, so pip would not find their names without --find-links.
     paths = shlex.join(f"./packages/{name.removeprefix('temper-')}" for name in requirements)
     return (
         f"{command} {paths} in a clone of Temper (with its wheels in DIR: {command} --find-links "

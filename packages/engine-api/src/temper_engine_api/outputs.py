@@ -130,7 +130,10 @@ def gather_outputs(parts: Sequence[ForwardOutputs | None], *, sample_ids: Tensor
     """
     present = [part for part in parts if part is not None]
     if not present:
-        raise BatchError("no rank returned outputs: request at least one head output.")
+        raise BatchError(
+            "no rank returned outputs: pass `outputs` to the forward call, such as "
+            "[HeadOutput.LOGPROBS]."
+        )
     lengths = torch.cat([part.sequence_starts.diff() for part in present])
     together = ForwardOutputs(
         sample_ids=torch.cat([part.sample_ids for part in present]),

@@ -78,4 +78,4 @@ LAYOUTS = (
     ),
     *_make_layouts((1, 2), "optimizer-on-cpu", {"offload": OffloadSpec(optimizer_on_cpu=True)}),
 )
-"""`nox -s nightly` runs all layouts, `dev.py test` a sample."""
+"""`nox -s nightly` tests all layouts, and `dev.py test` tests a sample of them."""

@@ -294,8 +294,8 @@ def _check_output_head(model: PreTrainedModel, *, is_language_model: bool) -> No
     if offending is not None:
         raise CapabilityError(
             f"this {kind} model has {offending} between its last hidden state and its output "
-            "projection, which the head does not compute: choose a model whose projection reads "
-            "the last hidden state."
+            "projection, but heads of this engine begin at the projection: choose a model whose "
+            "projection reads the last hidden state."
         )
 
 

@@ -119,13 +119,13 @@ def _separated(forward: Callable[..., Tensor], *, name: str) -> Callable[..., Te
     ) -> Tensor:
         if packing is None:
             raise CapabilityError(
-                f"the model does not pass its keyword arguments to {name}, which carry the bounds "
-                "of packed sequences: choose a model that does."
+                f"the model does not pass its keyword arguments to {name}, but the bounds of "
+                "packed sequences are among them: choose a model that passes them."
             )
         if options.get("attention_mask") is not None:
             raise CapabilityError(
-                f"the model passes a mask to {name}, which does not fit sequences in rows of their "
-                "own: choose another model."
+                f"the model passes an attention mask to {name}, but each sequence is a row "
+                "of its own here, which a mask does not fit: choose another model."
             )
         packing.num_mixer_calls += 1
         rows: Tensor = _ToRows.apply(hidden_states[0], packing)  # type: ignore[no-untyped-call]

@@ -79,7 +79,7 @@ def build_mesh(
     """Build the mesh for sharding parameters: one axis, or replicate x shard. Collective.
 
     Args:
-        membership: This rank.
+        membership: Position and process groups of this rank.
         fsdp_size: Ranks over which one copy is sharded; None shards across all ranks.
         kind: Device type of the sharded tensors; None uses the rank's own.
 

@@ -209,7 +209,7 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
     """Add an adapter to the model, new or from a directory; freeze all other parameters.
 
     Raises:
-        ConfigError: If no module matches, or one that cannot be adapted.
+        ConfigError: If no module matches, or if one matches that cannot have an adapter.
         CapabilityError: If the directory has another kind of adapter.
         WeightError: If the tensors in the directory do not match its config.
     """

@@ -138,7 +138,7 @@ class AdapterPlacement:
         is_split = bool(vars(weight).get("tensor_model_parallel"))
         layer.register_parameter(TRAINED_WEIGHT, nn.Parameter(torch.empty_like(weight)))
         trained_weight = layer.get_parameter(TRAINED_WEIGHT)
-        # The trained copy is split like the base weight, and the gradient norm must know it.
+        # The copy is split like the base weight. The gradient norm reads these attributes.
         set_tensor_model_parallel_attributes(trained_weight, is_split, 0 if is_split else -1, 1)
         trained_bias = None
         if bias is not None:
@@ -168,7 +168,7 @@ def plan_placement(
     """Decide what is adapted, before the model is built.
 
     Raises:
-        ConfigError: If no module matches, or one that cannot be adapted.
+        ConfigError: If no module matches, or if one matches that cannot have an adapter.
         CapabilityError: If the adapter directory has another kind of adapter, or experts without
             gates are adapted.
     """
@@ -205,7 +205,7 @@ def plan_placement(
     )
     if plan.trains_head and head == "lm_head" and hf_config.tie_word_embeddings:
         raise ConfigError(
-            "lora.modules_to_save names lm_head, which this model ties to its other embedding: "
+            "lora.modules_to_save names lm_head, but this model ties it to the input embedding: "
             "choose an untied model."
         )
     if plan.expert_targets and not has_gates:
@@ -275,7 +275,8 @@ def _build_layer_context(
     replica_index = (
         topology.dp.rank * topology.cp.size + topology.cp.rank
     ) * topology.pp.size + topology.pp.rank
-    # Distinct for up to 2^20 values of replica_index and 2^12 - 1 tensor-parallel ranks.
+    # replica_index begins at bit 12 and the tensor-parallel rank at bit 0. No two seeds are equal
+    # with up to 2^20 replicas and fewer than 2^12 tensor-parallel ranks.
     shared_seed, rank_seed = (
         (model.seed << 32) + (replica_index << 12) + offset for offset in (0, 1 + topology.tp.rank)
     )

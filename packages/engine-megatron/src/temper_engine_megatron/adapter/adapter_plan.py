@@ -66,7 +66,7 @@ class AdapterPlan:
             head: Hugging Face module of the output layer.
 
         Raises:
-            ConfigError: If no module matches, or one that cannot be adapted.
+            ConfigError: If no module matches, or if one matches that cannot have an adapter.
             CapabilityError: If the directory has another kind of adapter.
         """
         self.spec, self.head = spec, head
@@ -157,7 +157,7 @@ class AdapterPlan:
     def initial_tensors(
         self, shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]
     ) -> dict[str, Tensor]:
-        """Return the initial full tensors by PEFT name, without the row norms of a new DoRA.
+        """Return the initial full tensors by PEFT name, without the magnitudes of a new DoRA.
 
         Args:
             shapes: Shapes by PEFT name.

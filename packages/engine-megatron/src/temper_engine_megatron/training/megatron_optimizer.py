@@ -98,9 +98,9 @@ class MegatronAdamW:
             self._chain.prepare_grads()
             norm = float(self._chain.get_grad_norm())
             if norm == math.inf and self._spec.clip_grad_norm is not None:
-                # Megatron squares in float32, so the square of a finite norm may be infinite. AdamW
-                # squares gradients in float32, too, so without clipping such an update stays
-                # skipped.
+                # Megatron squares in float32, so the square of a finite norm may be infinite.
+                # Clipping makes the gradients small enough for AdamW, which squares them in
+                # float32, too. Without clipping the update is skipped.
                 norm = self._norm_in_float64()
             if not math.isfinite(norm):
                 return norm

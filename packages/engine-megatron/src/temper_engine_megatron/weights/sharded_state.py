@@ -188,7 +188,7 @@ class ShardedState:
     def iterate_state_to_save(self) -> Iterator[TrainingState]:
         """Yield the training state that this rank writes to a checkpoint. Collective.
 
-        In host memory. Every tensor is yielded on a single rank.
+        The tensors are in host memory. Each of them is yielded on one rank only.
         """
         optimizer = self._require_optimizer()
         for entry in self._parameter_map.trained_entries:

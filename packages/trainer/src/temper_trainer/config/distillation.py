@@ -283,7 +283,7 @@ def _find_self_teacher_conflicts(
     train_sources: Mapping[str, DataSource],
     has_legacy_workers: bool,
 ) -> Iterator[str]:
-    """Yield settings that contradict the policy as its own teacher."""
+    """Yield conflicts of settings with `distillation.self_teacher`."""
     if teacher is None:
         return
     key = f"distillation.self_teacher is {teacher.name}"

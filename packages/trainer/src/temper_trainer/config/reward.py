@@ -284,7 +284,7 @@ def _find_reward_model_conflicts(
         )
     if not is_ray and loop != "sync":
         yield (
-            f"reward.model is set and loop is {loop}, which scores while the actor trains, but "
-            "runtime.kind is inline, which runs both in one process: set runtime.kind=ray or "
+            f"loop {loop} scores rollouts with reward.model while the actor trains, but "
+            "runtime.kind inline runs both models in one process: set runtime.kind=ray or "
             "loop=sync."
         )

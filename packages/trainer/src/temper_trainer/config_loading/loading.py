@@ -1,4 +1,4 @@
-"""Load a LoadedConfig: compose, check keys, add defaults, structure and validate."""
+"""Load a LoadedConfig: compose files, check keys, add defaults, build and check dataclasses."""
 
 import hashlib
 import json

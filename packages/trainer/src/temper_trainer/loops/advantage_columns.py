@@ -189,7 +189,7 @@ def _measure_mismatch(samples: SequenceBatch) -> dict[str, float]:
 
 
 def replace_squares(values: dict[str, float], *, metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Replace the sum of squared ratios by the effective sample size that is derived from it.
+    """Replace the mean squared ratio by the effective sample fraction computed from it.
 
     Args:
         values: Values to log, by metric name.

@@ -1,4 +1,4 @@
-"""The reward model of a run: a frozen model with a score head on a training engine."""
+"""The reward model of a run: a frozen model with a score head, which a training engine runs."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -88,7 +88,7 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
 def _suggest_remedy(absent: str) -> str:
     """Return how to make a missing module importable.
 
-    Translated configurations refer to modules of the migration package.
+    A configuration translated from an old system may name functions in temper_legacy_shim.
     """
     if absent.partition(".")[0] == "temper_legacy_shim":
         return f"run {format_install('temper-legacy-shim')}"

@@ -111,7 +111,7 @@ class Publisher:
                 f"{difference:.4g} in a log-prob of the canary prompt (accepted: "
                 f"rollout.canary_tolerance = {canary.tolerance}): the sampler does not have the "
                 "engine's weights, or their compute dtypes differ more than the tolerance allows."
-                f"{software} If that version is not a tested one, install one that is; if the "
+                f"{software} If that software was not tested, install a tested version; if the "
                 "difference comes from the dtypes, raise rollout.canary_tolerance."
             )
         return difference

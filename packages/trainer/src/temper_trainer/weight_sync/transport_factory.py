@@ -90,8 +90,8 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         workers_per_replica=config.rollout.vllm.tensor_parallel_size,
         bucket_bytes=sync.bucket_bytes,
         with_digest=sync.checksum,
-        # A restarted server gets the weights again from the actor. In the other loops, the actor
-        # may be training at that moment, since a thread samples meanwhile.
+        # A restarted server gets the weights again from the actor. That works only if the actor is
+        # idle while servers sample; in the other loops it trains at the same time.
         can_resend=config.loop == "sync",
         senders=senders if transport == "cuda_ipc" else None,
         max_changed_fraction=max_changed_fraction,

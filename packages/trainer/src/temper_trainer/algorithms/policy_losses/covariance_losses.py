@@ -96,7 +96,7 @@ class ClipCov(ClippedLoss):
     def clip_metrics(
         self, log_ratio: Tensor, *, advantages: Tensor, batch: SequenceBatch
     ) -> dict[str, Metric]:
-        """Return the clip fractions and the fraction of selected tokens."""
+        """Return the clip fractions, and the fraction of tokens that this loss leaves out."""
         metrics = ClippedLoss.clip_metrics(self, log_ratio, advantages=advantages, batch=batch)
         return {
             **metrics,

@@ -123,7 +123,8 @@ def fit_models_to_tokenizer(
     Args:
         config: The configuration.
         tokenizer: Tokenizer of all roles.
-        trained_model: Model directory that the warm start wrote; None before or without one.
+        trained_model: Model directory that the warm start wrote; None if it has not ended, or if
+            the run has none.
     """
     actor_model = config.actor.engine.model
 

@@ -60,8 +60,9 @@ def load_or_train_tokenizer(
     """Return a run's tokenizer, and save it in the run folder.
 
     A run that continues with trained weights uses the tokenizer that was saved with them, whatever
-    ``data.tokenizer`` says. If that one is damaged, or has another digest than the weights record,
-    it is renamed and built again, provided that the new one has that digest.
+    ``data.tokenizer`` says. The checkpoint records the tokenizer's digest. If the saved tokenizer
+    is damaged or has another digest, it is renamed, and a new one is built from
+    ``data.tokenizer``. The new one must have the recorded digest.
 
     Args:
         config: The configuration.
@@ -101,8 +102,8 @@ def preview_tokenizer(
     For the arguments and errors see there.
 
     Returns:
-        The tokenizer, and whether it is a saved one. A new one is the run's own if it is
-        pretrained, or if ``rows`` are all rows in the run.
+        The tokenizer, and whether it is a saved one. The run itself would build the same new one if
+        the tokenizer is pretrained, or if ``rows`` contains all rows of the run.
     """
     texts, build = _prepare(config, rows)
     has_warm_start = config.warm_start is not None
@@ -139,7 +140,7 @@ def _prepare(
 def _find_saved(
     folder: RunFolder, checkpoint: Path | None, *, expected: str | None
 ) -> tuple[tuple[Path, PreTrainedTokenizerBase] | None, list[str]]:
-    """Return the saved tokenizer of the weights with its folder, and what is wrong with others."""
+    """Return the first usable saved tokenizer with its folder, and the problems of the others."""
     problems = []
     for directory in _list_saved_tokenizers(folder, checkpoint):
         try:
@@ -187,7 +188,7 @@ def _build_again(
             f"{description} The checkpoint was saved by an older version and records no digest, so "
             "a tokenizer that is built again could not be compared: restore the folder from a "
             "backup. If the training data and data.tokenizer are those of the first start, rename "
-            "it instead, and it is built again."
+            "the folder instead, and the run builds the tokenizer again."
         )
     logger.warning("%s It is built again from data.tokenizer.", description)
     tokenizer = build()
@@ -226,7 +227,7 @@ def _read_expected_digest(folder: RunFolder, checkpoint: Path | None) -> str | N
         try:
             return read_tokenizer_digest(step)
         except DamagedCheckpointError:
-            continue  # the warm start passes over this checkpoint, too
+            continue  # the warm start skips this checkpoint, too
     if not warm_start.model.exists():
         return None
     # Its checkpoints were deleted, but the model is saved with its tokenizer.

@@ -300,7 +300,7 @@ class ServerProcess:
             self._wait_for_exit()
         except Exception as unreadable:  # noqa: BLE001 - any error must complete the open calls, or their callers wait forever
             reason = f"sent an invalid message ({type(unreadable).__name__}: {unreadable})"
-        # `close` may have replaced it, and then a new server must not be closed.
+        # After `close`, a new server may have another connection, and must not be closed.
         with self._lock:
             is_current = self._connection is connection
         if is_current:
