@@ -145,7 +145,8 @@ def has_suffix(names: Collection[str], *, suffix: str) -> bool:
 def check_same_adapter(config: Mapping[str, object], *, own_config: Mapping[str, object]) -> None:
     """Check that an adapter to load has the same ranks and scales as this engine's adapter.
 
-    With others, its tensors would change the model in another way than where they were trained.
+    With different ranks or scales, the adapter's effect on the model would differ from its
+    training.
 
     Args:
         config: Contents of the loaded adapter's adapter_config.json.

@@ -149,7 +149,7 @@ class BaseEngine(ABC):
             # The failure is reported before close() destroys the groups whose collectives it counts
             # and, with NCCL, aborts.
             with failures.report_failure("init_model()"):
-                # A rank that waits for another one while they connect can't be told that it failed.
+                # A rank that waits for a connection can't learn that the other rank has failed.
                 failures.wait_for_arrivals("build", timeout_s=self.config.collective_timeout_s)
                 self._connect_ranks()
         except BaseException:
@@ -364,7 +364,7 @@ class BaseEngine(ABC):
                 forward_only=forward_only,
                 final=False,
             )
-            # Ranks of one replica compute the same predictions; one of them returns them.
+            # All ranks of a replica compute the same predictions, so only one rank returns them.
             returns_outputs = head_outputs is not None and self.topology.returns_outputs
             if forward_only:
                 predictions = step.postprocess_outputs(head_outputs)
@@ -376,9 +376,9 @@ class BaseEngine(ABC):
     def optimizer_zero_grad(self) -> None:
         """Reset gradients and start an update.
 
-        After an exception in a call of the last update this discards what the call left behind, so
-        that the next update is as if it had not happened. Random numbers that it drew, for dropout,
-        stay drawn.
+        If a call of the last update raised an exception, this discards the call's gradients and
+        other effects. The next update then gives the result that it would give without the failed
+        update, except that dropout has used random numbers.
 
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
@@ -519,7 +519,7 @@ class BaseEngine(ABC):
             if bool((~part.is_dummy).any())
             else None
         )
-        # Ranks of one replica have the same samples, so only one of them contributes.
+        # All ranks of a replica have the same samples, so only one rank contributes.
         local = kept if self.topology.returns_outputs else None
         full = concatenate([p for p in self.gather_objects(local) if p is not None])
         position = {sample: i for i, sample in enumerate(full.sample_ids.tolist())}

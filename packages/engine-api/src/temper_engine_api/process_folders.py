@@ -1,8 +1,8 @@
 """Temporary folders that are removed after the death of their process.
 
-The name of a folder contains the process that owns it. A process that is killed cannot remove its
-folders, so the next process that makes one removes those of dead processes. Without /proc, as on
-macOS, it cannot know which are dead, and removes none.
+A folder's name identifies the process that owns it. A process that is killed cannot remove its
+folders, so the next process that creates a folder also removes the folders of dead processes.
+Without /proc, as on macOS, nothing shows which processes are dead, and no folder is removed.
 """
 
 import contextlib
@@ -66,8 +66,8 @@ def open_temporary_folder(kind: str) -> Iterator[Path]:
 def claim_shared_memory(folder: Path, files: Iterable[Path]) -> None:
     """Let files in shared memory be removed together with a folder of `make_temporary_folder`.
 
-    This is for files whose names libraries choose without the process, so that no other process
-    could tell that their owner is dead.
+    Use this for files that a library names without a process id, because no other process could
+    find out that their owner is dead.
 
     Args:
         folder: The folder. Claims that it had before are replaced.
@@ -118,8 +118,8 @@ def remove_orphans(root: Path) -> list[Path]:
 
     Two things must agree: the name (user, process id, start time, boot and PID namespace) and the
     user who owns the folder on disk. A file or a symbolic link of that name is left alone.
-    Folders of other users are not removed, nor those of processes in another container or before a
-    reboot, because this process cannot look them up.
+    Folders of other users are not removed. Neither are folders whose owner ran in another container
+    or before a reboot, because this process cannot look such owners up.
 
     Returns:
         The removed folders.

@@ -120,8 +120,8 @@ def redact_secrets(text: str) -> str:
 def list_secret_forms(secret: str) -> frozenset[str]:
     """Return texts in which a secret may appear: as it is, quoted, and in hex, base32 and base64.
 
-    Base64 of a longer text, such as ``user:token``, has the token in one of three forms, depending
-    on the number of bytes before it; base32 has one of five.
+    In the base64 of a longer text, such as ``user:token``, the token has one of three forms,
+    depending on the number of bytes before it. In base32 it has one of five forms.
 
     Example:
         >>> sorted(list_secret_forms("my_token"))[:4]
@@ -240,8 +240,9 @@ class RedactingStream:
 def redact_standard_streams() -> None:
     """Hide secrets in whatever this process prints; call it before other modules are imported.
 
-    Covers what no hook does: exceptions in threads and finalizers of the user's code, warnings, and
-    log handlers of other libraries, which keep the stream that they find when they are made.
+    This covers output for which Python has no hook: exceptions in threads and finalizers of the
+    user's code, warnings, and the log handlers of other libraries. Such a handler keeps the stream
+    that exists when it is created.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -194,8 +194,9 @@ class RunLock:
         """Remove the lock file of a dead owner, unless another process has replaced it."""
         path = self._folder / LOCK_FILE
         renamed = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
-        # Rename the file before checking it: if two processes do this at the same time, the slower
-        # one renames the new lock of the faster one, sees that it changed, and puts it back.
+        # Rename the file before checking it. Two processes may do this at the same time. The slower
+        # process then renames the new lock of the faster process, sees the new time, and restores
+        # the lock.
         with contextlib.suppress(FileNotFoundError):
             path.rename(renamed)
             if renamed.stat().st_mtime_ns != last_heartbeat_ns:
@@ -224,8 +225,8 @@ def find_lock_refusal(folder: Path) -> str | None:
         return None
     with open_temporary_folder("lock") as scratch:
         copy = scratch / LOCK_FILE
-        # filelock has no public function that tells whether an owner is alive, but it takes over
-        # the lock of a dead one: try that with a copy.
+        # filelock has no public function to check whether an owner is alive. But it takes over the
+        # lock of a dead owner, so try to take over a copy.
         try:
             copy.write_bytes((folder / LOCK_FILE).read_bytes())
             with SoftFileLease(copy, lease_duration=LEASE_S).acquire(blocking=False):

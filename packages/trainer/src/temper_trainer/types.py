@@ -71,7 +71,7 @@ class Prompt:
     extra: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields of the row listed in the source's ``extra_keys``, for reward functions."""
     teacher_tokens: tuple[int, ...] = ()
-    """Token ids of the prompt that the policy gets as its own teacher; empty if it is the same."""
+    """Token ids of the prompt for the policy when it is its own teacher; empty to use `tokens`."""
     given_completion: tuple[int, ...] = ()
     """Token ids of the row's completion with the end token, which may be trained in place of a
     sampled one; empty if there is none."""
@@ -108,14 +108,14 @@ class SamplingRequest:
     request_id: int
     """Unique within a sampler call."""
     prompt_tokens: tuple[int, ...]
-    """Token ids that the completion follows; in later turns not only the prompt."""
+    """Token ids before the completion. In later turns they include earlier turns."""
     sampling: SamplingConfig
     seed: int
-    """Seed of the sampled tokens. They depend on it and on the weights, but not on other requests
-    that are decoded at the same time (up to rounding in kernels)."""
+    """Seed of the sampled tokens. The tokens depend on the seed and the weights, but not on
+    requests in the same batch (up to rounding in kernels)."""
     session: int | None = None
-    """Requests with the same session go to the same replica, which has their prefix in its cache.
-    None derives it from the prompt."""
+    """Requests with the same session go to the same replica, to use its prefix cache. None derives
+    it from the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

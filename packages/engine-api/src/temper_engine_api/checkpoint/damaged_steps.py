@@ -38,9 +38,9 @@ def delete_old_damaged_steps(
 ) -> None:
     """Delete all but the newest damaged steps of a run; call after a commit.
 
-    As in `prune`, nothing is deleted that this run did not write: steps of other runs or without a
-    readable manifest, directories with a file that their manifest does not list, and symbolic
-    links. Permanent steps are kept, too. All these are kept in addition to the newest ones.
+    As in `prune`, only directories written by this run are deleted. Steps of other runs or without
+    a readable manifest, directories with a file that is not in the manifest, and symbolic links are
+    kept. Permanent steps are kept, too. None of these count toward `num_to_keep`.
 
     Args:
         root: Folder of step directories.

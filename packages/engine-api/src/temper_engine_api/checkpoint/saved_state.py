@@ -215,9 +215,9 @@ class SafeDcpReader(FileSystemReader):
 class _Unpickler(pickle._Unpickler):
     """Unpickle allowed names only, as Python's documentation advises, and change no class.
 
-    This is pickle's implementation in Python. The one in C has no hook for BUILD, which sets the
-    attributes of whatever the pickle names: of a new object, but also of a class such as PosixPath,
-    for all code of this process.
+    The base class is pickle's Python implementation, because the C implementation has no hook for
+    the opcode BUILD. BUILD sets attributes of a new object, but a pickle can also make it change a
+    class such as PosixPath for the entire process.
     """
 
     def __init__(self, file: IO[bytes], path: Path) -> None:

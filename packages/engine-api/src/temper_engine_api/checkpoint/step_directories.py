@@ -35,8 +35,8 @@ from temper_engine_api.errors import CheckpointError, ConfigError, IncompleteChe
 logger = logging.getLogger(__name__)
 
 MARKER_NAME = ".temper-partial"
-"""File in every directory that is not committed yet. It holds the id of the run that writes it, so
-that only this run deletes it."""
+"""File in every directory that is not committed yet. The file has the id of the writing run, and
+only that run deletes the directory."""
 INVENTORY_NAME = ".temper-files"
 """Lists the files that a killed save left, each with size and modification time. It is written when
 the run renames the directory. Files that are added or changed later do not belong to the run."""

@@ -1,7 +1,7 @@
 """Write a step directory as a transaction.
 
-One process calls `begin_checkpoint`, every participant writes its part into the staging directory
-and reports its files, and the first process calls `commit`, which checks the files, writes the
+One process calls `begin_checkpoint`. Every participant writes its part into the staging directory
+and reports its files. The first process then calls `commit`, which checks the files, writes the
 manifest and renames the directory. A crash at any time leaves earlier steps as they were.
 """
 
@@ -39,9 +39,8 @@ logger = logging.getLogger(__name__)
 class CheckpointTransaction:
     """A step that is being written.
 
-    Only the process that created it can commit or abort it, so it is not sent to other processes.
-    These get the path of the staging directory. Leaving its `with` block without a commit aborts
-    it.
+    Only the process that created the transaction can commit or abort it. Other processes get only
+    the path of the staging directory. Leaving its `with` block without a commit aborts it.
     """
 
     step: int

@@ -25,7 +25,7 @@ unknown clients cannot exhaust the process's threads or open files."""
 class AuthenticatingListener:
     """Listens at one address and passes on the connections of clients that know a token.
 
-    Each client has a thread of its own, so that one that sends nothing does not delay the others.
+    Each client has its own thread, so a client that sends nothing does not delay the others.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class AuthenticatingListener:
             )
             return
         finally:
-            # Released before the client is served: the limit is for clients that have not proved
-            # that they know the token, and a rank stays connected until the run ends.
+            # Release before serving the client. The limit applies only to clients that have not
+            # proved to know the token, and a rank stays connected until the run ends.
             self._handshakes.release()
         self._serve(connection, origin)
 

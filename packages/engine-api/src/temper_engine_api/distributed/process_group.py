@@ -133,9 +133,9 @@ def join_default_group(*, device: torch.device, timeout_s: float) -> bool:
     """Join the default process group, or create it.
 
     A new group uses RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; without them it has a single
-    rank. Within `init_model` ranks wait for each other here. So do first what may fail on a single
-    rank, such as reading files, and create other groups right afterwards: a rank that waits for a
-    group to be created can't be told that another rank failed.
+    rank. Within `init_model` ranks wait for each other here. So call this after all work that may
+    fail on a single rank, such as reading files, and create other groups right afterwards. While a
+    rank waits for a group to be created, it can't learn that another rank has failed.
 
     Returns:
         True if the group was created here, so that the caller must destroy it.

@@ -35,9 +35,9 @@ def _has_nccl(group: ProcessGroup) -> bool:
 def connect_groups() -> None:
     """Create the NCCL communicators of all groups now. Collective over the default group.
 
-    By default NCCL creates the communicator of a group at its first collective. A rank that waits
-    there for the others waits on the host, where it can't be aborted. So it would not learn that
-    another rank has failed, and not leave until its timeout.
+    By default NCCL creates the communicator of a group at its first collective. A rank waits there
+    on the host, where the wait can't be aborted. If another rank has failed, the waiting rank would
+    continue to wait until its timeout.
     """
     # All ranks create groups in the same order, so those of two ranks cannot wait for each other.
     for group in list_groups():

@@ -32,9 +32,10 @@ start. It then raises RankFailedError with its declaration, and the next engine 
 on all ranks. If the default group was created by other code and its store is used again, the
 numbers stay different: start new processes.
 
-Pipeline stages also exchange messages outside of collectives, in forward and backward passes. Their
-number does not show which are under way, and a stage that waits for one can leave only by closing
-the connection. With stages a group therefore survives only if no rank raised during its passes.
+Pipeline stages also exchange messages outside of collectives, in forward and backward passes. The
+number of collectives does not show which messages are under way, and a stage that waits for a
+message can stop only by closing the connection. With stages a group therefore survives only if no
+rank raised during its passes.
 """
 
 import itertools
@@ -83,8 +84,8 @@ _POLL_S = 0.02
 _CAUSE_WAIT_S = 1.0
 """Time that a rank with a lost connection waits for the report of the rank that closed it."""
 _REPORTED_AT = "_temper_reported_at"
-"""Attribute of an exception: the event of its report. Calls that have begun before, which enclose
-the one that reported it, do not report it again."""
+"""Attribute of an exception: the event of its report. Enclosing calls, which began earlier, do not
+report the exception again."""
 _EVENTS = itertools.count(1)
 _LOST_CONNECTION = (
     "Timed out",
@@ -168,8 +169,9 @@ class RankFailures:
             store: Store that all ranks share.
             rank: Global rank.
             world_size: Number of ranks.
-            watches: True if collectives run on a device, where one that is aborted ends without an
-                exception: a thread looks for declarations, and so does the end of each call.
+            watches: True if collectives run on a device, where an aborted collective ends without
+                an exception. Then a thread looks for declarations, and so does the end of each
+                call.
             group: Failure of the default group if it exists; None if it is created later.
         """
         self._store = store
@@ -405,8 +407,9 @@ class RankFailures:
         prefix = f"{self._prefix}/{self._num_survived}"
         self._store.set(f"{prefix}/report/{self._rank}", json.dumps(asdict(report)))
         keys = [f"{prefix}/report/{rank}" for rank in range(self._world_size)]
-        # A lost connection cannot be used again. But the rank that closed it may be about to say
-        # why: one that fails in init_model leaves its group before the exception arrives here.
+        # A lost connection cannot be used again. But the rank that closed it may be about to report
+        # the reason: a rank that fails in init_model leaves its group before it reports its
+        # exception.
         wait_s = min(AGREEMENT_S, _CAUSE_WAIT_S) if report.has_lost_connection else AGREEMENT_S
         deadline = time.monotonic() + wait_s
         while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:

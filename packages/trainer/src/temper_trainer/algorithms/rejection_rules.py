@@ -157,7 +157,7 @@ def _rejected_fraction(is_kept: Tensor, samples: SequenceBatch) -> float:
 
 
 def _gather_statistic(column: Tensor, *, over: RuleScope, samples: SequenceBatch) -> Tensor:
-    """Return [T] the statistic that decides each token: its own, or that of its completion."""
+    """Return [T] the statistic to compare for each token: the token's or its completion's."""
     if over == "token":
         return column
     statistic = sum_per_sequence(torch.where(samples.loss_mask, column, 0.0), samples)

@@ -113,8 +113,8 @@ def split_branches(rollouts: Sequence[Rollout]) -> tuple[list[Rollout], list[int
     """Return one rollout per sample, because each history of an agent becomes a sample.
 
     Returns:
-        The rollouts without their branches, followed by one rollout for each branch, with a new
-        sample_id; and the index of the rollout that each one comes from.
+        The rollouts without their branches, followed by one rollout with a new sample_id for each
+        branch. Then the index of each result's original rollout.
 
     Example:
         >>> from temper_trainer.types import Branch, FinishReason, Prompt
@@ -206,8 +206,8 @@ def _concatenate_logprobs(segments: "Sequence[_Segment]", *, num_tokens: int) ->
 def _concatenate_experts(rollouts: Sequence[Rollout], *, lengths: Sequence[int]) -> Tensor | None:
     """Return the [T, layers, K] experts of all tokens, -1 where the sampler recorded none.
 
-    Each completion records its full context. A token's experts are those recorded by the first
-    completion that includes it, because its log-probs were computed with them.
+    Each completion records its full context. For each token, use the record of the first completion
+    that includes it, because the token's log-prob was computed with these experts.
     """
     recorded = [c.routed_experts for rollout in rollouts for c in rollout.completions]
     example = next((experts for experts in recorded if experts is not None), None)

@@ -323,8 +323,8 @@ class Checkpointer:
         return read_manifest(checkpoint).step if step is None else step
 
     def _rename_partial_saves(self) -> None:
-        # Safe because this process has the lock of the run folder: no other one is writing them.
-        # Folders without the marker are not ours and are left alone.
+        # This is safe: this process has the lock of the run folder, so no other process writes
+        # them. Folders without the marker are not ours and are left alone.
         for path in list_partial_saves(self.root):
             if (path / MARKER_NAME).is_file():
                 cause = "its run died while saving or deleting it"
@@ -375,8 +375,8 @@ class Checkpointer:
         """Verify the content once per process; later only file sizes, which reads no file.
 
         Retention asks at every save, so reading again would cost `max_to_keep` times the save's
-        bytes. A file that the disk damages after it was verified keeps its size and is found by
-        `find`, which always reads before a resume. Then the run continues from another kept step:
+        bytes. If the disk damages a file later, its size stays the same. `find` detects this,
+        because it reads every file before a resume. Then the run continues from another kept step:
         keep at least two, which is the default.
         """
         if directory in self._verified:

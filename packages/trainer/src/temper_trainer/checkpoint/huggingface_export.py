@@ -92,7 +92,7 @@ def write_model_directory(
 
 
 def _copy_files(names: Iterable[str], *, source: Path, target: Path) -> None:
-    """Copy the files that a folder has and that the other one does not have yet."""
+    """Copy files from one folder to another, unless they exist there."""
     for name in names:
         if (source / name).is_file() and not (target / name).exists():
             shutil.copyfile(source / name, target / name)

@@ -12,8 +12,8 @@ from temper_trainer.settings.ranges import PositiveFloat, PositiveInt, Range, Un
 from temper_trainer.settings.variants import Variant, settings, variant
 
 PreferenceKind = Literal["pairs", "labels"]
-"""pairs: two completions of a prompt, one of them preferred; labels: one completion that is
-desirable or not.
+"""pairs: a preferred and a rejected completion per prompt. labels: one completion per row, marked
+as desirable or undesirable.
 """
 
 
@@ -119,9 +119,9 @@ class RecordSource(DataSource):
     answer_key names.
     """
     loss_weight_key: str | None = None
-    """task sft and warm starts only: field with the weights in the loss, at least 0: one number for
-    a row, or a list with one per token of the answer and its end token. With messages_key, a field
-    of each message; 1 where it is missing. None weights all tokens equally.
+    """task sft and warm starts only: field with the weights in the loss, at least 0. Its value is a
+    number for the row, or a list with a number for each answer token and the end token. With
+    messages_key, a field of each message; 1 where it is missing. None weights all tokens equally.
     """
 
 

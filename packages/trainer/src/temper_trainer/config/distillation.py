@@ -87,9 +87,9 @@ class DistillationConfig:
     self_teacher: SelfTeacher | None = None
     """Use the policy itself as the teacher, in place of teachers. None uses teachers."""
     off_policy_fraction: Annotated[float, Range(at_least=0, below=1)] = 0.0
-    """Fraction of the prompts per step, rounded to whole prompts, whose completion is the
-    given one in data.train.completion_key and not a sample of the policy (arXiv:2306.13649, where
-    it is 1 - lambda). Only in task distill, and with objectives that have a top_k.
+    """Fraction of the prompts per step, rounded to whole prompts, that use the completion in
+    data.train.completion_key in place of a sampled one (1 - lambda in arXiv:2306.13649). Only in
+    task distill, and with objectives that have a top_k.
     """
     coef: PositiveFloat = 1.0
     """Weight of the distillation loss or reward."""

@@ -113,8 +113,9 @@ _INITIALIZATION = tuple(
 
 def _list_restored_settings(parts: Collection[str]) -> Iterator[FixedSetting]:
     """Yield the settings whose effect is in these parts of a checkpoint."""
-    # A role that the checkpoint lacks is built from its settings at every start: the reference of
-    # task dpo, and that of a checkpoint which an engine saved without a trainer.
+    # A role that is not in the checkpoint is built from its settings at every start. Examples are
+    # the reference model of task dpo, and of any task that starts from a checkpoint saved by an
+    # engine alone.
     yield FixedSetting(
         keys=tuple(
             f"{role}.engine.{key}"

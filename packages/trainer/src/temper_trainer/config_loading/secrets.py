@@ -91,16 +91,16 @@ _KNOWN_TOKEN = re.compile(
     r"|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\."
     r")|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-"""Tokens with a prefix that says whose they are (Hugging Face, OpenAI, GitHub, GitLab, AWS, Google,
-Slack, npm, Groq, Replicate, Together, Stripe and others), JWTs and private keys."""
+"""Tokens with a prefix of their issuer (Hugging Face, OpenAI, GitHub, GitLab, AWS, Google, Slack,
+npm, Groq, Replicate, Together, Stripe and others), JWTs and private keys."""
 
 
 def redact_override(text: str) -> str:
     """Return an override with its value hidden if it may be a secret, for error messages.
 
     The value is hidden by the rules of `check_secrets`, and if it is the value of a secret
-    environment variable. The override may be one that cannot be parsed, so text is searched: all of
-    its keys count, and quotes and braces around them are ignored.
+    environment variable. The text is searched without parsing, because an override with a syntax
+    error must be hidden, too. All keys in it count, and quotes and braces around them are ignored.
 
     Example:
         >>> redact_override("run.seed=1,2")

@@ -57,8 +57,8 @@ class Row:
     difficulty: float | None = None
     """Value of the field that the source's `difficulty_key` names."""
     loss_weights: float | tuple[float, ...] | None = None
-    """Weights in the loss: one for all solution tokens, one for each of them and the end token, or
-    one per message in a conversation; None if there are none."""
+    """Weights in the loss: a number for all solution tokens, one number for each solution token and
+    the end token, or one per message of a conversation. None if the row has no weights."""
     route: str = ""
     """Value of the field that the source's `route_key` names; selects a reward or teacher."""
     category: str = ""

@@ -44,8 +44,9 @@ def _sample(
             request_id=i * num_completions + j,
             prompt_tokens=prompt.tokens,
             sampling=sampling,
-            # The seed does not depend on the step, so that evaluations of a run are comparable, or
-            # on the number of completions, so that a larger number does not change the first ones.
+            # The seed is the same at every step, so that evaluations of a run are comparable. It
+            # does not depend on num_completions either, so a larger number keeps the first
+            # completions.
             seed=derive_seed(seed, purpose, i) if j == 0 else derive_seed(seed, purpose, i, j),
         )
         for i, prompt in enumerate(prompts)

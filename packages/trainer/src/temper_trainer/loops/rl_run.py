@@ -168,7 +168,7 @@ def _load_state(
 def _load_roles(
     roles: Mapping[str, WorkerGroup], *, checkpointer: Checkpointer, resume_from: Path | None
 ) -> None:
-    """Give every role its weights of the checkpoint, or those that it has before the first step."""
+    """Load every role's weights from the checkpoint, or prepare them for the first step."""
     if resume_from is not None:
         readers = {name: role.read_part for name, role in roles.items()}
         checkpointer.read_roles(resume_from, roles=readers)

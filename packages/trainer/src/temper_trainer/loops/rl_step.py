@@ -230,8 +230,8 @@ def needs_old_logprob_pass(config: TrainerConfig) -> bool:
 def can_drop_zero_advantage(config: TrainerConfig) -> bool:
     """Return True if zero-advantage samples can be left out without changing the actor's update.
 
-    That requires that every term of the objective has the advantage as a factor, and that no
-    forward pass has used the same micro-batches.
+    Every term of the objective must have the advantage as a factor, and no earlier forward pass may
+    depend on the same micro-batches.
     """
     algorithm = config.algorithm
     has_other_terms = (
@@ -254,8 +254,8 @@ def add_forward_columns(
 ) -> SequenceBatch:
     """Add the columns of forward passes, as far as the algorithm needs them.
 
-    They are old_logprobs, ref_logprobs, values, and with `with_experts` the experts that the
-    actor's routers choose before the first update, which its updates then use.
+    The columns are old_logprobs, ref_logprobs and values. `with_experts` adds the experts that the
+    actor's routers choose before the first update. All updates of the step use the same experts.
     """
     columns: dict[str, Tensor] = {}
     requested = [HeadOutput.LOGPROB] if with_old_logprobs else []

@@ -11,7 +11,7 @@ from temper_trainer.metrics.evaluation_report import (
 from temper_trainer.metrics.run_files import WARM_START_PHASE, Row
 
 _METRICS = ("reward/mean", "preference/accuracy", "sft/nll", "actor/loss")
-"""Metrics that stand for a run without evaluations; the first one that it has."""
+"""Metrics to summarize a run without evaluations, in order of preference."""
 NORM = "actor/grad_norm"
 _MAX_STEPS = 10
 """Number of steps over which the first and the last values are averaged."""

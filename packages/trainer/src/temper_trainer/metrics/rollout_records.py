@@ -40,9 +40,9 @@ def pick_rollouts(rollouts: Sequence[Rollout], *, count: int) -> list[Rollout]:
 def to_rollout_row(rollout: Rollout, *, step: int, decode: Decode) -> dict[str, object]:
     """Return a rollout as a line for the file.
 
-    ``histories`` has one list of segments, and another one for each agent branch. A segment has its
-    tokens' ids and texts; that of a completion has the log-prob of each, the version of the
-    weights, one for each token if they differ, and the environment's reward.
+    ``histories`` has one list of segments, and another one for each agent branch. A segment has
+    token ids and texts. The segment of a completion also has the log-prob of each token, the weight
+    version (one per token if they differ), and the environment's reward.
 
     Tokens of which the text has a secret are left out.
 

@@ -223,8 +223,8 @@ class MlflowTracker:
 
     The settings of the run become MLflow parameters. Without MLFLOW_TRACKING_URI the data is in
     ``mlflow.db`` in the run folder. MLflow can neither delete a point nor change a parameter. So a
-    resumed run that repeats steps or has other settings starts a new MLflow run with the rows that
-    are still valid, and the previous one is marked as superseded.
+    resumed run that repeats steps or has different settings starts a new MLflow run with the valid
+    rows, and marks the previous MLflow run as superseded.
     """
 
     def __init__(self, directory: Path, *, is_superseded: bool) -> None:

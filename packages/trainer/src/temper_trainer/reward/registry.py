@@ -70,8 +70,8 @@ def list_registered_names() -> list[str]:
 def get_function_config(config: RewardConfig, name: str) -> RewardFunctionConfig:
     """Return function and arguments of a reward by its name.
 
-    The name is one of reward.functions, or a registered name or import path, which has the
-    arguments of reward.arguments if it is reward.function.
+    The name is a key of reward.functions, a registered name or an import path. The function named
+    by reward.function has the arguments in reward.arguments.
     """
     if name in config.functions:
         return config.functions[name]

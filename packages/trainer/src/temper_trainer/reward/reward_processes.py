@@ -209,8 +209,9 @@ class _Worker:
             daemon=True,
         )
         self.process.start()
-        # Otherwise multiprocessing waits for it if it dies before another process is started, and
-        # its id, by which `kill` ends its group, may then belong to another process.
+        # Keep multiprocessing from waiting for this process. Otherwise, if it dies before another
+        # process is started, its id becomes free and may be reused. `kill` ends the process group
+        # by this id, and would then end other processes.
         multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
         assert self.process.pid is not None
         self._group = self.process.pid
@@ -264,8 +265,8 @@ class _Worker:
             if self._is_killed:
                 return
             self._is_killed = True
-            # All before join, after which the id of the group may belong to other processes: the
-            # watcher kills that group too, if this process is killed.
+            # All of this comes before join, after which the group id may be reused: the watcher
+            # would kill the new group with this id if the present process is killed.
             kill_group(self._group)
             self.process.kill()  # while it starts, it is not yet in a group of its own
             self._watch.close()

@@ -34,9 +34,9 @@ _MIN_WAIT_S = 0.01
 class CallPace:
     """Number of calls that may run at a time, doubled each time that all threads had fast waits.
 
-    Calls that compute stay one at a time: they would take turns at the GIL, so that each one takes
-    longer and may exceed its time. When calls wait for something that serves one at a time, they
-    take longer with each doubling. Doubling ends at a third of the timeout.
+    Calls that compute run one after the other. In parallel they would share the GIL, so each call
+    would take longer and might exceed its timeout. When calls wait for something that serves one at
+    a time, they take longer with each doubling. Doubling ends at a third of the timeout.
     """
 
     def __init__(self, *, timeout_s: float) -> None:

@@ -1,9 +1,9 @@
 """Sample single requests in an event loop, from samplers that block and from servers.
 
 `AsyncSampler` can be paused for a weight sync: open completions stop and continue with the new
-weights, or the sync waits for them. Each token keeps the version of the weights that sampled it and
-its log-prob under them. A continued completion's prefix is computed again, so no KV cache from old
-weights is used.
+weights, or the sync waits for them. Each token keeps its weight version and its log-prob under
+these weights. A continued completion's prefix is computed again, so no KV cache from old weights is
+used.
 """
 
 import asyncio

@@ -158,9 +158,10 @@ def _collect_end_tokens(
 class WeightTargets:
     """The tensors of a model that weights are copied into.
 
-    The engine sends weights under the names of files, where each expert has tensors of its own and
-    families such as Mixtral and Nemotron-H have other names than in memory. A tensor may also
-    arrive as it is in memory, such as a layer's joined experts.
+    The engine sends weights under the tensor names of Hugging Face files. In these files each
+    expert has separate tensors, and families such as Mixtral and Nemotron-H use different names
+    than in memory. A tensor may also arrive under its name in memory, such as a layer's joined
+    experts.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -15,8 +15,9 @@ MAX_SESSIONS = 65_536
 class LoadBalancer:
     """Assigns requests to enabled replicas and counts the load of each; from any thread.
 
-    Requests of one session go to the replica whose prefix cache has their beginning, unless it has
-    far more load than another one. Load is counted in tokens: prompt plus `max_tokens`.
+    Requests of one session go to the same replica, whose prefix cache has their common tokens,
+    unless its load is far above that of another replica. Load is counted in tokens: prompt plus
+    `max_tokens`.
     """
 
     def __init__(self, num_replicas: int) -> None:

@@ -29,7 +29,7 @@ class RoleRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """Resources on one host that one worker of each of its roles uses.
+    """Resources on one host, shared by one worker of each of the given roles.
 
     Example:
         >>> roles = ("actor", "rollout")
@@ -120,8 +120,8 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         for name, role in roles.items()
     }
     if config.averaged_engine is not None:
-        # Use as many workers as the actor in the same pool, so that each device of the actor has
-        # one rank of the second model, and the same memory is left on each.
+        # Use the actor's number of workers and pool. Then each device of the actor also has one
+        # rank of the averaged model, and the same amount of memory is left on every device.
         requests[AVERAGED_ROLE] = requests["actor"]
     if config.generates_completions and not config.rollout.vllm.has_remote_servers:
         rollout = config.rollout

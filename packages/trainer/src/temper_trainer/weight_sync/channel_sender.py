@@ -69,8 +69,8 @@ def open_store(
         # Each rank sends only to workers on its own GPU, which are on its host.
         address = LOOPBACK
     # StoreServer binds its port immediately, so that no other process can take it.
-    # Not the run's token: a server that others have started would learn the secret of the ranks and
-    # of the gateway, and so would whoever reads its connection, which is not encrypted.
+    # Do not use the run's token, which also protects ranks and gateway. A server started by someone
+    # else would learn it, and so would anyone who reads the unencrypted connection.
     token = secrets.token_hex(32)
     server = StoreServer(address, token=token)
     get_sender_state(worker).stores[f"{address}:{server.port}"] = server

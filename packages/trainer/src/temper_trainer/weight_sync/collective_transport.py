@@ -195,7 +195,7 @@ class CollectiveTransport:
         return version
 
     def _open(self, replicas: Sequence[Replica]) -> dict[int, ChannelSpec]:
-        """Open channels to these servers; each of them closes its previous ones.
+        """Open channels to these servers; each server closes its previous channels.
 
         Returns:
             The spec of each channel, by the rank of the actor that sends.

@@ -88,8 +88,8 @@ class TopKReverseKl(TopKLoss):
         loss = sum over v of p(v) * (log p(v) - log q(v)) + r_p * (log r_p - log r_q)
 
     p is the policy, q the teacher, and r = 1 - (sum over the top-k tokens) the rest. In contrast to
-    ``reverse_kl`` it does not depend on which token was sampled, so its gradient has less variance,
-    and it also trains on completions that the policy has not sampled.
+    ``reverse_kl`` the loss does not depend on the sampled token. Its gradient therefore has less
+    variance, and completions need not be samples of the policy.
 
     The rest always counts. Without it, the loss would have its minimum where the policy gives the
     top-k tokens only 1/e of the teacher's probability: sum p log(p/q) is smallest at p = q/e.

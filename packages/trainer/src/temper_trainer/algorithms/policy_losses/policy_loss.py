@@ -29,9 +29,9 @@ class PolicyLoss(Variant):
     prepared_columns: ClassVar[frozenset[str]] = frozenset()
     """Names of the columns that ``prepare`` returns."""
     published_aggregation: ClassVar[str | None] = None
-    """Aggregation that its paper derives it with; a run with another one is warned."""
+    """Aggregation in the loss's paper. A run that uses another aggregation gets a warning."""
     own_columns: ClassVar[frozenset[str]] = frozenset()
-    """Names of the columns that it reads in addition to those that all policy losses read."""
+    """Columns that this loss reads in addition to the common columns of policy losses."""
 
     @abstractmethod
     def compute_surrogate(

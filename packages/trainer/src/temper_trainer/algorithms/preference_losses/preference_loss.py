@@ -54,7 +54,7 @@ class PreferenceLoss(Variant):
     is_paired: ClassVar[bool] = True
     """False if it trains on single completions with a label."""
     own_columns: ClassVar[frozenset[str]] = frozenset()
-    """Names of the columns that it reads in addition to those that all preference losses read."""
+    """Columns that this loss reads in addition to the common columns of preference losses."""
     beta: float
     """Factor between `score` and the implicit reward that is reported."""
 

@@ -142,9 +142,9 @@ def check_models(loaded: LoadedConfig) -> None:
 def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str]) -> bool:
     """Return True if an engine has a setting that only the engine's own code can check.
 
-    Such settings are those that need a capability which the engine may lack, and a saved model,
-    whose weights may not fit its config. If the user has set them, also the architecture, the
-    adapter and settings that only this engine has.
+    These are settings that need an optional capability, and a saved model, because its weights may
+    not fit its config. The architecture, the adapter and settings that only this engine has count
+    only if the user has set them.
     """
     own = {field.name for field in fields(engine)} - {field.name for field in fields(EngineConfig)}
     blocks = [f"{role}.engine.{name}" for name in ("model.architecture", "lora", *own)]

@@ -75,8 +75,8 @@ class GatewaySession:
 class GatewayServer:
     """Listens on one address of this host. Its methods run in one event loop.
 
-    Each session has a token of its own, derived from the run's, so that an agent reaches neither
-    the sessions of others nor the run's other servers.
+    Each session has its own token, derived from the run's token. An agent thus has no access to
+    other sessions and to the run's other servers.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Rollouts of agents, which request completions themselves.
 
-An agent decides what the policy reads. The completions of a rollout are joined where the tokens of
-one request begin with those of an earlier request and its completion, so that a conversation is one
-sample. Where an agent has changed its history, a branch begins.
+An agent decides what the policy reads. If a request begins with the tokens of an earlier request
+and its completion, both completions are joined, so that a conversation is one sample. Where an
+agent has changed its history, a branch begins.
 """
 
 import asyncio

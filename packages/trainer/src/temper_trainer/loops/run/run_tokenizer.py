@@ -1,8 +1,8 @@
 """Choose a run's tokenizer: the saved one if weights were trained with it, or a new one.
 
-Weights fit one tokenizer's ids. Another one, such as one that is trained on changed data, may
-have as many entries in another order, so that no shape check notices it. Each checkpoint therefore
-records its tokenizer's digest.
+Weights fit one tokenizer's ids. A tokenizer trained on changed data may have the same number of
+entries in a different order, which no shape check detects. Each checkpoint therefore records its
+tokenizer's digest.
 """
 
 import logging

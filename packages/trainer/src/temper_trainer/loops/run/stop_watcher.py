@@ -70,7 +70,7 @@ class _AsyncRead(ctypes.Structure):
 
 
 class StopWatcher:
-    """Process that ends this one some time after one of SIGNALS if this one does not do so itself.
+    """Separate process that ends this process if it is still running some time after a signal.
 
     Args:
         wakeup: Receives signal numbers from `signal.set_wakeup_fd`, which needs no GIL.

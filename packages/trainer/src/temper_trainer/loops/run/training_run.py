@@ -1,8 +1,8 @@
 """Run a task from a configuration: prepare the run folder, dispatch by task, handle the end.
 
-The order of `train` matters: the lock of the folder comes first, so that a second process changes
-nothing; then the stop request, so that a signal during the start is handled; then the checkpoint,
-so that a damaged one is found before data and models are loaded.
+The order in `train` matters. It locks the folder first, so that a second process changes nothing.
+Then it installs the handlers of stop requests, so that a signal during the start is handled. Then
+it verifies the checkpoint, to find damage before data and models are loaded.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

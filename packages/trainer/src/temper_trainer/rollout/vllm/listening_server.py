@@ -157,8 +157,8 @@ class ListeningServer:
 def _watch_host(connection: "Connection[bytes, bytes]") -> None:
     """Make the kernel end a connection whose other host does not answer for DEAD_HOST_S.
 
-    It also ends one whose run reads nothing for as long while the server sends more than the
-    buffers hold, such as a run that a debugger has stopped. The server is then free for others.
+    The kernel also ends the connection if the run reads nothing for that long while the buffers are
+    full, for example because a debugger has stopped the run. Other runs can then use the server.
     """
     with socket.socket(fileno=os.dup(connection.fileno())) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

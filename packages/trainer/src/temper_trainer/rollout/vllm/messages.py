@@ -123,7 +123,7 @@ class Ready:
 class PackedCompletion:
     """A completion whose numbers are bytes, because lists take a hundred times as long to decode.
 
-    Their byte order is that of the hosts, which must be the same.
+    The bytes have the byte order of the host. Both hosts must have the same one.
     """
 
     request_id: int

@@ -1,7 +1,7 @@
 """The servers of a sampler: which of them have the current weights, and what replaces dead ones.
 
 A dead server is restarted with the last weights. If these cannot be loaded again, it is restarted
-while the others sample, and waits for the next weights, as do servers that join.
+while the others sample, and waits for the next weights. A server that joins waits for them, too.
 """
 
 import logging
@@ -97,7 +97,7 @@ class ReplicaPool:
 
     @property
     def busy(self) -> list[Member]:
-        """Servers that may have open requests: those that are ready, and those that leave."""
+        """Servers that may have open requests: in state ready or leaving."""
         return [
             each
             for each in self._members

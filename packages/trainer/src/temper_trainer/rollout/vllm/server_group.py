@@ -34,10 +34,10 @@ _File = tuple[int, int]
 def kill_server_group(group: int) -> None:
     """Kill a process group; first remove the shared memory that only its processes map.
 
-    Workers of a tensor-parallel vLLM exchange messages through shared memory whose names contain
-    no process, so that no later start can tell whose it was. It loses its name here, and its memory
-    is freed when the processes end. That of processes that have ended before is removed with the
-    folder of `claim_worker_memory`.
+    Workers of a tensor-parallel vLLM exchange messages through shared memory. Its names contain no
+    process id, so a later start cannot find out who owned it. This function removes the names, and
+    the memory is freed when the processes end. If they have ended before, `claim_worker_memory` has
+    recorded the files, and they are removed with its folder.
 
     Raises:
         ProcessLookupError: If the group has no process.
@@ -101,8 +101,8 @@ def claim_worker_memory(folder: Path) -> Iterator[None]:
 def _remove_shared_memory(group: int) -> None:
     """Remove the shared memory of a group, unless it is not found within SCAN_TIMEOUT_S."""
     paths: list[Path] = []
-    # In a thread, because reading the maps of a process waits while that process changes them, and
-    # a file system that hangs can block it there. The group is not stopped meanwhile: if this
+    # Use a thread, because reading a process's memory maps waits while the process changes them,
+    # which takes forever if its file system hangs. The group is not stopped meanwhile: if this
     # process were killed before it kills the group, the group would stay stopped forever.
     scan = threading.Thread(
         target=lambda: paths.extend(_find_shared_memory(group)), daemon=True, name="shared memory"
@@ -198,8 +198,9 @@ def _is_of_worker(path: Path, *, file: _File) -> bool:
 def _may_share_memory(process: Path) -> bool:
     """Return True if a process whose maps are unreadable may map shared memory of this user.
 
-    Those of other users may not open it, and those with more rights than this process, such as the
-    first process of a container, are not the user's. sshd is, but it maps no shared memory.
+    Processes of other users may not open that memory. Processes with more rights than this one,
+    such as the first process of a container, do not belong to the user. sshd does, but it maps no
+    shared memory.
     """
     try:
         other, own = _read_status(process), _read_status(Path("/proc/self"))

