@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -212,6 +212,16 @@ class Tool:
         return Observation(reward=0.1 * len(tokens), metrics={"tool/calls": 1.0})
 
 
+class CountedRequests(list[SamplingRequest]):
+    """Requests that count how often they are read from beginning to end."""
+
+    num_reads = 0
+
+    def __iter__(self) -> Iterator[SamplingRequest]:
+        self.num_reads += 1
+        return super().__iter__()
+
+
 def run_group(
     sampler: ScriptedSampler,
     use: Callable[[Prompt], None],
@@ -219,12 +229,12 @@ def run_group(
     num_rollouts: int,
     config: EnvironmentConfig = CONFIG,
 ) -> tuple[list[Conversation], dict[str, float]]:
-    requests = [
+    requests = CountedRequests(
         SamplingRequest(
             request_id=i, prompt_tokens=(i + 2,), sampling=SamplingConfig(max_tokens=9), seed=i
         )
         for i in range(num_rollouts)
-    ]
+    )
     prompts = [
         Prompt(prompt_id=i, text="", tokens=requests[i].prompt_tokens, answer="")
         for i in range(num_rollouts)
@@ -232,7 +242,10 @@ def run_group(
     with RolloutScheduler(
         sampler, environment=config, make_environment=lambda: Tool(use)
     ) as scheduler:
-        return scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+        results = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+    # Rollouts that each read the requests of all would take quadratic time.
+    assert requests.num_reads <= 2
+    return results
 
 
 def test_slow_tool_holds_back_only_its_own_rollout() -> None:

@@ -80,6 +80,6 @@ def test_equal_rewards_of_a_round_have_no_deviation() -> None:
         group_id=0,
         sample_id=0,
     )
-    conversation = Conversation(request=request, environment=None, first=completion)
+    conversation = Conversation(request=request, first=completion)
     metrics = measure_round([rollout] * 256, conversations=[conversation] * 256)
     assert metrics["reward/std"] == 0.0

@@ -9,7 +9,9 @@ constructed in Python.
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Annotated, Any, get_args, get_origin
 
 from temper_engine_api.errors import ConfigError
@@ -65,7 +67,8 @@ def find_range(annotation: object) -> Range | None:
     return next(filter(None, map(find_range, get_args(annotation))), None)
 
 
-def collect_ranges(cls: type[Any]) -> dict[str, Range]:
+@cache  # each turn of a rollout has sampling settings of its own
+def collect_ranges(cls: type[Any]) -> Mapping[str, Range]:
     """Return the ranges of a dataclass's fields by name."""
     ranges = {field.name: find_range(field.type) for field in fields(cls)}
     return {name: bounds for name, bounds in ranges.items() if bounds is not None}
@@ -102,5 +105,5 @@ def check_ranges(values: Any) -> None:
     Raises:
         ConfigError: With class, field, value and range.
     """
-    for name, bounds in collect_ranges(type(values)).items():
+    for name, bounds in collect_ranges(values.__class__).items():
         check_range(f"{name} of {type(values).__name__}", getattr(values, name), bounds)

@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.protocol import AgentEnvironment, Environment, Observation
+from temper_trainer.environment.protocol import Observation
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import RolloutTrace
 from temper_trainer.types import Branch, Completion, FinishReason, SamplingRequest, Turn
@@ -23,8 +23,6 @@ class Conversation:
 
     request: SamplingRequest
     """Request of the first completion."""
-    environment: Environment | AgentEnvironment | None
-    """Answers completions, or requests them; None for single-turn rollouts."""
     opening: tuple[int, ...] = ()
     """Tokens of the environment's first observation, which follow the prompt."""
     first: Completion | None = None
@@ -106,14 +104,11 @@ class RolloutLimits:
     """Text at the end of a tool call, with which a completion stops."""
 
     @classmethod
-    def from_config(
-        cls, config: EnvironmentConfig, requests: Sequence[SamplingRequest]
-    ) -> "RolloutLimits":
-        """Return the limits of rollouts that start with these requests."""
-        max_completion = max(request.sampling.max_tokens for request in requests)
+    def from_config(cls, config: EnvironmentConfig, sampling: SamplingConfig) -> "RolloutLimits":
+        """Return the limits of a rollout whose completions are sampled with these settings."""
         return cls(
             max_turns=config.max_turns,
-            max_tokens=config.compute_max_rollout_tokens(max_completion),
+            max_tokens=config.compute_max_rollout_tokens(sampling.max_tokens),
             stop=config.call_end,
         )
 

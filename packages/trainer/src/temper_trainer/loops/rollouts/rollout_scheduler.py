@@ -315,6 +315,7 @@ class _Round:
         self._sampler = sampler
         self._pools = pools
         self._threads = threads
+        self._num_rollouts = Counter(prompt.environment for prompt in prompts)
         self._num_failures: Counter[str] = Counter()
 
     async def run_rollout(self, index: int) -> Conversation:
@@ -325,27 +326,28 @@ class _Round:
         try:
             pool = self._find_pool(index)
             if pool is None:
-                conversation = Conversation(
-                    request=self._requests[index], environment=None, trace=trace
-                )
+                conversation = Conversation(request=self._requests[index], trace=trace)
                 conversation.add(
                     await self._sample(self._requests[index], index=index, trace=trace)
                 )
                 return conversation
-            limits = RolloutLimits.from_config(pool.config, self._requests)
+            limits = RolloutLimits.from_config(pool.config, self._requests[index].sampling)
             num_retries = pool.config.max_retries
             while True:
-                conversation = Conversation(
-                    request=self._requests[index], environment=pool.make(), trace=trace
-                )
+                environment = pool.make()
+                conversation = Conversation(request=self._requests[index], trace=trace)
                 try:
                     try:
-                        if isinstance(conversation.environment, AgentEnvironment):
-                            await self._run_agent(conversation, index=index, limits=limits)
+                        if isinstance(environment, AgentEnvironment):
+                            await self._run_agent(
+                                environment, conversation=conversation, index=index, limits=limits
+                            )
                         else:
-                            await self._converse(conversation, index=index, limits=limits)
+                            await self._converse(
+                                environment, conversation=conversation, index=index, limits=limits
+                            )
                     finally:
-                        await self._close(conversation.environment, index=index)
+                        await self._close(environment, index=index)
                 except _RolloutFailedError as failed:
                     if num_retries == 0:
                         conversation.failure = self._count_failure(failed.__cause__, index=index)
@@ -362,11 +364,13 @@ class _Round:
         return await self._sampler.sample(request, cohort=self._cohort, index=index, trace=trace)
 
     async def _converse(
-        self, conversation: Conversation, *, index: int, limits: RolloutLimits
+        self,
+        environment: Environment,
+        *,
+        conversation: Conversation,
+        index: int,
+        limits: RolloutLimits,
     ) -> None:
-        environment = conversation.environment
-        assert environment is not None
-        assert not isinstance(environment, AgentEnvironment)
         trace = conversation.trace
         opening = await self._call_environment(
             environment.reset, self._prompts[index], index=index, trace=trace
@@ -387,14 +391,18 @@ class _Round:
                 return
 
     async def _run_agent(
-        self, conversation: Conversation, *, index: int, limits: RolloutLimits
+        self,
+        environment: AgentEnvironment,
+        *,
+        conversation: Conversation,
+        index: int,
+        limits: RolloutLimits,
     ) -> None:
         """Run an agent to its end.
 
         Raises:
             _RolloutFailedError: If it raises, takes too long, or requests nothing.
         """
-        assert isinstance(conversation.environment, AgentEnvironment)
         pool = self._get_pool(index)
         timeout_s = pool.config.step_timeout_s
         # While an agent waits for its turn, those that run must not wait for its request.
@@ -416,7 +424,7 @@ class _Round:
                         timeout_s=timeout_s,
                     )
                     try:
-                        outcome = await conversation.environment.run_agent(
+                        outcome = await environment.run_agent(
                             self._prompts[index], sample=calls.sample
                         )
                     finally:
@@ -483,9 +491,7 @@ class _Round:
             finally:
                 trace.spans.append(Span("environment", begin, time.perf_counter()))
 
-    async def _close(
-        self, environment: Environment | AgentEnvironment | None, *, index: int
-    ) -> None:
+    async def _close(self, environment: Environment | AgentEnvironment, *, index: int) -> None:
         """Close the environment of a rollout if it can be closed.
 
         Raises:
@@ -521,7 +527,7 @@ class _Round:
         name = self._prompts[index].environment
         self._num_failures[name] += 1
         fraction = self._pools[name].config.max_failure_fraction
-        num_rollouts = sum(prompt.environment == name for prompt in self._prompts)
+        num_rollouts = self._num_rollouts[name]
         if fraction == 0:
             raise error
         reason = f"environment: {type(error).__name__}: {error}"

@@ -214,7 +214,7 @@ def _make_given_conversation(
         weight_version=weight_version,
         is_given=True,
     )
-    return Conversation(request=request, environment=None, first=completion)
+    return Conversation(request=request, first=completion)
 
 
 def _make_rollouts(group: SampledGroup, *, group_id: int) -> list[Rollout]:
