@@ -242,7 +242,7 @@ def measure_flight(num_rollouts: int = 10_000, *, num_turns: int = 2) -> dict[st
     return {
         "seconds": seconds,
         "cpu_ms_per_completion": 1e3 * cpu_s / (num_rollouts * num_turns),
-        "max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6,
+        "max_memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9,
     }
 
 
