@@ -21,14 +21,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 from temper_engine_api.distributed.process_group import join_default_group, report_failed_start
-from temper_engine_api.distributed.rank_connections import close_connections, list_own_connections
-from temper_engine_api.distributed.rank_failures import (
-    BuildStage,
-    RankFailures,
-    _watch,
+from temper_engine_api.distributed.rank_connections import (
+    close_connections,
     has_lost_connection,
     leaves_collectives,
+    list_own_connections,
 )
+from temper_engine_api.distributed.rank_failures import BuildStage, RankFailures, _watch
 from temper_engine_api.errors import (
     CheckpointError,
     CollectiveTimeoutError,

@@ -26,8 +26,8 @@ from temper_engine_api import checkpoint
 from temper_engine_api.batch import PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.distributed.process_group import report_failed_start
-from temper_engine_api.distributed.rank_connections import connect_groups
-from temper_engine_api.distributed.rank_failures import RankFailures, leaves_collectives
+from temper_engine_api.distributed.rank_connections import connect_groups, leaves_collectives
+from temper_engine_api.distributed.rank_failures import RankFailures
 from temper_engine_api.errors import (
     CapabilityError,
     CheckpointError,

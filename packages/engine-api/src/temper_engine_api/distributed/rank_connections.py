@@ -1,4 +1,4 @@
-"""Connections between the ranks: make them, count and abort collectives, close TCP connections.
+"""Connections between the ranks: make and close them, abort collectives, recognize lost ones.
 
 torch offers no public functions for this, so several private ones are used here.
 """
@@ -18,8 +18,25 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import _world
 
+from temper_engine_api.errors import CheckpointError, CollectiveTimeoutError, TemperError
+
 _CUDA = torch.device("cuda")
 _LOG = logging.getLogger(__name__)
+_LOST_CONNECTION = (
+    "Timed out",
+    "timed out",
+    "Connection closed",
+    "Connection reset",
+    "Connection refused",
+    "Broken pipe",
+    "Read error",
+    "Write error",
+    "pair closure",
+    "NCCL communicator was aborted",
+    "ncclRemoteError",
+    "ncclSystemError",
+)
+"""Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
 
 
 def list_groups() -> list[ProcessGroup]:
@@ -120,6 +137,28 @@ def list_own_connections() -> set[str]:
     return connections
 
 
+def find_new_connections(before: set[str], *, hosts: set[str]) -> set[str]:
+    """Return the other ends of connections of groups that were being built.
+
+    The other ranks have not listed these yet, so some may lead elsewhere. Those to a host without a
+    rank do, if the hosts are known.
+
+    Args:
+        before: Result of `list_own_connections` before the groups were built.
+        hosts: Addresses of hosts with a rank; empty if they are not known.
+    """
+    own = list_own_connections()
+    other_ends = set()
+    for connection in own - before:
+        local, _, remote = connection.partition(" ")
+        other_end = f"{remote} {local}"
+        has_rank = not hosts or remote.rpartition(":")[0] in hosts
+        # NCCL connects a process to itself, and needs that connection to abort.
+        if has_rank and other_end not in own:
+            other_ends.add(other_end)
+    return other_ends
+
+
 def _connections() -> Iterator[tuple[str, socket.socket]]:
     """Yield this process's TCP connections as `local remote`, without those to the store."""
     store_port = os.environ.get("MASTER_PORT")
@@ -145,3 +184,38 @@ def _connections() -> Iterator[tuple[str, socket.socket]]:
             endpoint.close()
             continue
         yield " ".join(ends), endpoint
+
+
+def has_lost_connection(error: BaseException) -> bool:
+    """Return True if an error of gloo, NCCL or a store reports a timeout or a lost peer."""
+    cause = _find_cause(error)
+    if isinstance(cause, TemperError):
+        # A CheckpointError may report a lost connection to a remote store.
+        return isinstance(cause, CollectiveTimeoutError)
+    # gloo and NCCL raise plain RuntimeErrors: only the message tells.
+    return isinstance(cause, RuntimeError) and any(part in str(cause) for part in _LOST_CONNECTION)
+
+
+def leaves_collectives(error: BaseException) -> bool:
+    """Return True if an error may end a checkpoint's write or read between two collectives.
+
+    Engines complete the collectives after an error of the file system, but not after these.
+    """
+    # A local import, because it takes a second.
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    cause = _find_cause(error)
+    # CheckpointException is no Exception. DCP raises it on all ranks, after its collectives.
+    is_interrupt = not isinstance(cause, (Exception, CheckpointException))
+    is_out_of_memory = isinstance(cause, (MemoryError, torch.OutOfMemoryError))
+    return is_interrupt or is_out_of_memory or has_lost_connection(cause)
+
+
+def _find_cause(error: BaseException) -> BaseException:
+    """Return the error that an engine reports as a CheckpointError, else the error itself.
+
+    A full disk, a lost connection and a lack of memory all end torch's writers with a RuntimeError.
+    """
+    if isinstance(error, CheckpointError) and isinstance(error.__cause__, RuntimeError):
+        return error.__cause__
+    return error

@@ -49,7 +49,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
@@ -59,15 +58,11 @@ from temper_engine_api.distributed.rank_connections import (
     close_connections,
     count_collectives,
     end_interrupted_batches,
+    find_new_connections,
+    has_lost_connection,
     list_own_connections,
 )
-from temper_engine_api.errors import (
-    CheckpointError,
-    CollectiveTimeoutError,
-    EngineStateError,
-    RankFailedError,
-    TemperError,
-)
+from temper_engine_api.errors import CollectiveTimeoutError, EngineStateError, RankFailedError
 from temper_engine_api.topology import Topology
 
 AGREEMENT_S = 4.0
@@ -87,21 +82,6 @@ _REPORTED_AT = "_temper_reported_at"
 """Attribute of an exception: the event of its report. Enclosing calls, which began earlier, do not
 report the exception again."""
 _EVENTS = itertools.count(1)
-_LOST_CONNECTION = (
-    "Timed out",
-    "timed out",
-    "Connection closed",
-    "Connection reset",
-    "Connection refused",
-    "Broken pipe",
-    "Read error",
-    "Write error",
-    "pair closure",
-    "NCCL communicator was aborted",
-    "ncclRemoteError",
-    "ncclSystemError",
-)
-"""Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
 _SURVIVES = "survives"
 
 
@@ -479,7 +459,7 @@ class RankFailures:
         before = self._before_start
         if before is None:
             return other_ends
-        return other_ends | self._find_new_connections(
+        return other_ends | find_new_connections(
             before, hosts={each.partition(" ")[0].rpartition(":")[0] for each in other_ends}
         )
 
@@ -497,24 +477,6 @@ class RankFailures:
                 return other_ends
         return other_ends
 
-    @staticmethod
-    def _find_new_connections(before: set[str], *, hosts: set[str]) -> set[str]:
-        """Return the other ends of connections of groups that were being built.
-
-        The other ranks have not listed these yet, so some may lead elsewhere. Those to a host
-        without a rank do, if the hosts are known.
-        """
-        own = list_own_connections()
-        other_ends = set()
-        for connection in own - before:
-            local, _, remote = connection.partition(" ")
-            other_end = f"{remote} {local}"
-            has_rank = not hosts or remote.rpartition(":")[0] in hosts
-            # NCCL connects a process to itself, and needs that connection to abort.
-            if has_rank and other_end not in own:
-                other_ends.add(other_end)
-        return other_ends
-
     def _learn_of_declaration(self) -> bool:
         """Leave the group if another rank declared it broken; return True if so."""
         failure = self._read_declaration()
@@ -529,41 +491,6 @@ class RankFailures:
         except dist.DistError as error:
             self._leave_broken_group(self._describe_lost_store(error))
             return True
-
-
-def has_lost_connection(error: BaseException) -> bool:
-    """Return True if an error of gloo, NCCL or a store reports a timeout or a lost peer."""
-    cause = _find_cause(error)
-    if isinstance(cause, TemperError):
-        # A CheckpointError may report a lost connection to a remote store.
-        return isinstance(cause, CollectiveTimeoutError)
-    # gloo and NCCL raise plain RuntimeErrors: only the message tells.
-    return isinstance(cause, RuntimeError) and any(part in str(cause) for part in _LOST_CONNECTION)
-
-
-def leaves_collectives(error: BaseException) -> bool:
-    """Return True if an error may end a checkpoint's write or read between two collectives.
-
-    Engines complete the collectives after an error of the file system, but not after these.
-    """
-    # A local import, because it takes a second.
-    from torch.distributed.checkpoint.api import CheckpointException
-
-    cause = _find_cause(error)
-    # CheckpointException is no Exception. DCP raises it on all ranks, after its collectives.
-    is_interrupt = not isinstance(cause, (Exception, CheckpointException))
-    is_out_of_memory = isinstance(cause, (MemoryError, torch.OutOfMemoryError))
-    return is_interrupt or is_out_of_memory or has_lost_connection(cause)
-
-
-def _find_cause(error: BaseException) -> BaseException:
-    """Return the error that an engine reports as a CheckpointError, else the error itself.
-
-    A full disk, a lost connection and a lack of memory all end torch's writers with a RuntimeError.
-    """
-    if isinstance(error, CheckpointError) and isinstance(error.__cause__, RuntimeError):
-        return error.__cause__
-    return error
 
 
 def take_event_number() -> int:
