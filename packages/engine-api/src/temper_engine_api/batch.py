@@ -186,8 +186,8 @@ class SequenceBatch:
         index = torch.as_tensor(sequences, dtype=torch.long, device=self.tokens.device)
         lengths = self.lengths[index]
         starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        # For each token in the result: where its sequence starts here, minus where it starts in the
-        # result.
+        # For each token in the result: the start of its sequence in this batch, minus its start in
+        # the result.
         offsets = torch.repeat_interleave(
             self.sequence_starts.long()[:-1][index] - starts[:-1], lengths
         )

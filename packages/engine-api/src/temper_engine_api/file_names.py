@@ -109,8 +109,9 @@ def find_file_names(
         shapes: Shape of each tensor in memory, by name.
         model_type: Type of the model, for messages.
         revert: Converts tensors by name from their form in memory to that in files.
-        files: Tensor names in the model's files. A tensor that they have under its
-            name in memory keeps it: some models exist with experts joined and one by one.
+        files: Tensor names in the model's files. If they contain a tensor's name in memory, the
+            tensor is saved under that name: some models exist both with joined and with separate
+            experts.
 
     Returns:
         The names. Those of tensors whose conversion is not understood are reported later by

@@ -19,8 +19,8 @@ _RESERVED_NAMES = frozenset(
         *(field.name for field in fields(SequenceBatch) if field.type in (Tensor, Tensor | None)),
     }
 ) - {"tokens", "sequence_starts"}
-"""Entries of a padded mapping that are not columns: the tensors of SequenceBatch under their names,
-except that `input_ids` has the tokens, and `attention_mask` stands for `sequence_starts`."""
+"""Entries of a padded mapping that are not columns. They have the names of SequenceBatch's tensors,
+except for `input_ids` (the tokens) and `attention_mask` (in place of `sequence_starts`)."""
 
 
 def from_padded(padded: Mapping[str, Tensor]) -> SequenceBatch:

@@ -106,8 +106,9 @@ class WeightStream:
 
         Args:
             source: The weights.
-            scope: Context that the stream enters with its own. It sees an exception of the body if
-                the stream was not read to its end: other ranks then wait for the rest of it.
+            scope: Context that is entered and left together with the stream. If the stream was not
+                read to its end, the context gets the body's exception, because other ranks then
+                wait for the rest of the stream.
         """
         self._source: Iterator[NamedWeight] | None = source
         self._scope: AbstractContextManager[object] = nullcontext() if scope is None else scope

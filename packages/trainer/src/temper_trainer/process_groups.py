@@ -1,4 +1,4 @@
-"""End the processes that this one has started, with their children, also after a SIGKILL."""
+"""End the child processes of this process with all descendants, even after a SIGKILL."""
 
 import os
 import signal
@@ -16,7 +16,8 @@ def kill_group_on_exit(group_id: int) -> Iterator[None]:
 
     PR_SET_PDEATHSIG would end only the first process of the group, and exists only on Linux.
     """
-    # In a session of its own, so that Ctrl-C in the terminal does not end it before this process.
+    # Start a new session, so that Ctrl-C in the terminal does not end the watcher before this
+    # process.
     watcher = subprocess.Popen(
         ["/bin/sh", "-c", _WATCHER, str(group_id)],
         stdin=subprocess.PIPE,
@@ -27,8 +28,8 @@ def kill_group_on_exit(group_id: int) -> Iterator[None]:
         try:
             yield
         finally:
-            # Kill the watcher before its stdin closes: it would kill the group id, which may by now
-            # belong to other processes.
+            # Kill the watcher before its stdin closes. It would kill the group by its id, and the
+            # id may have been reused.
             watcher.kill()
 
 

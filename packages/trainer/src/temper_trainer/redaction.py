@@ -79,7 +79,7 @@ def register_secrets(values: Iterable[str]) -> None:
 
 
 def list_registered_secrets() -> list[str]:
-    """Return the values that `register_secrets` was given, for a process that this one starts."""
+    """Return the registered secrets, to pass them to a child process."""
     return sorted(_registered)
 
 

@@ -50,8 +50,8 @@ def remove_leftovers() -> list[Path]:
 def find_ray_root() -> Path:
     """Return the folder where Ray creates a folder with logs and sockets for each cluster.
 
-    Ray lets all users write to this folder, so its parent is a folder that only this user can
-    enter. Both names are short, because a socket path may have at most 107 characters.
+    Ray allows all users to write to this folder. Therefore only this user can enter its parent.
+    Both names are short, because a socket path may have at most 107 characters.
     """
     # These are the places where Ray would make its folder. Ray is not imported to ask it.
     parent = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp")
@@ -79,7 +79,7 @@ def make_ray_root() -> Path:
 
 
 def claim_folder(folder: Path) -> None:
-    """Record that a folder which another program made belongs to this process.
+    """Record that this process owns a folder which another program has created.
 
     Such a folder cannot be named after its owner. See `remove_claimed_folders`.
     """

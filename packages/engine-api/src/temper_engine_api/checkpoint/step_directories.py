@@ -156,8 +156,9 @@ def prune(
     a file that their manifest does not list. Steps of other runs, and steps whose manifest cannot
     be read, are never deleted.
 
-    The directory of a killed save or deletion is deleted if it has this run's marker, and each of
-    its files is in its manifest or was in it when `set_aside` renamed it.
+    The directory of a killed save or deletion is deleted if it has this run's marker and contains
+    no foreign file: each file is in the manifest, or existed when `set_aside` renamed the
+    directory.
 
     Args:
         root: Folder of step directories. No save may be running in it.

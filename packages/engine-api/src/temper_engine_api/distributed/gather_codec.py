@@ -74,8 +74,8 @@ def decode_value(message: Tensor) -> object:
         value = _decode(json.loads(_to_bytes(message[_HEADER_BYTES:start])), tensors)
         tensors.check_end()
     except (
-        # Damaged bytes may raise any of these: in this decoder, or in the constructor of a decoded
-        # object that gets invalid fields.
+        # Damaged bytes may raise any of these errors, either in this decoder or in the constructor
+        # of a decoded object, which gets invalid fields.
         *(ArithmeticError, AttributeError, LookupError),
         *(RuntimeError, TypeError, ValueError),
     ) as error:

@@ -30,8 +30,8 @@ MAX_MESSAGE_BYTES = 4 << 30
 class _Rendezvous:
     """Keeps one store per address for the life of the process, with a key prefix per group.
 
-    With a store per group, one rank could close its store while another already connects to the
-    next store on the same port and reads stale keys, such as the NCCL address.
+    With one store per group, a rank might connect to the old store on the same port before rank 0
+    closes it, and read outdated keys such as the NCCL address.
     """
 
     def __init__(self) -> None:

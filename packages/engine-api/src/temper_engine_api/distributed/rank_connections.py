@@ -65,7 +65,7 @@ def connect_groups() -> None:
 def end_interrupted_batches() -> None:
     """End batches of operations that an exception has interrupted; call it on the same thread.
 
-    torch does not end a batch, such as one of `batch_isend_irecv`, if one of its operations raises.
+    torch does not end a batch of operations, such as `batch_isend_irecv`, if an operation raises.
     Every later collective of the thread would then belong to it, and never start.
     """
     while _world.pg_coalesce_state:

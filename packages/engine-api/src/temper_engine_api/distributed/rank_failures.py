@@ -26,11 +26,11 @@ after they have written or read a checkpoint, and the group survives.
 `process_group.join_default_group`, where they also look for a declaration. After that, the
 connections to close are those opened since `init_model` began.
 
-Ranks number their engines and groups by their own counters. A rank that was absent while the others
-waited for it, because it raised before `init_model`, thus begins with the number of that failed
-start. It then raises RankFailedError with its declaration, and the next engine has the same number
-on all ranks. If the default group was created by other code and its store is used again, the
-numbers stay different: start new processes.
+Ranks number their engines and groups by their own counters. If a rank raises before `init_model`,
+the other ranks wait for it without success and count a failed start. The absent rank counts this
+start at its next call of `init_model`, which raises RankFailedError. The engine after that has the
+same number on all ranks. If the default group was created by other code and its store is used
+again, the numbers stay different: start new processes.
 
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. The
 number of collectives does not show which messages are under way, and a stage that waits for a
@@ -122,7 +122,7 @@ class _GroupFailure:
     @classmethod
     def make_for_next_group(cls, store: Store, *, rank: int) -> "_GroupFailure":
         # A store may outlive a broken group and serve the next one. Ranks create their groups in
-        # the same order, so they agree on this number, also if one arrives after a declaration.
+        # the same order, so they agree on this number, even if a rank arrives after a declaration.
         group_number = store.add(f"{_PREFIX}/groups/{rank}", 1)
         return cls(store=store, declaration_key=f"{_PREFIX}/declared/{group_number}")
 

@@ -1,7 +1,7 @@
 """Write checkpoints, either while the run waits or in the background while the next steps run.
 
 At most one save is in progress. The driver commits a background save between two steps, after all
-roles have written their parts, and at the latest before it logs the next step that is saved. So a
+roles have written their parts. At the latest it does so before it logs the next saved step. So a
 crash loses at most the save in progress, and the one before it is complete.
 """
 

@@ -21,8 +21,8 @@ def find_engine_checkpoints(path: Path) -> dict[str, Path]:
     """Return the step directories of an engine-only checkpoint by role.
 
     Args:
-        path: A step directory of the actor, a folder of such directories, or a folder with one of
-            these per role.
+        path: A step directory of the actor, a folder of such directories, or a folder that contains
+            one or the other for each role.
 
     Returns:
         Empty for anything else, such as a checkpoint with trainer state.

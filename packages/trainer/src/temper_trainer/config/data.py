@@ -323,7 +323,7 @@ class DataConfig:
 
     @property
     def sources(self) -> dict[str, DataSource]:
-        """All data by the key that sets it, that of a warm start excepted."""
+        """All data sources by their keys, except the data of a warm start."""
         return self.train_sources | self.eval_sources
 
 

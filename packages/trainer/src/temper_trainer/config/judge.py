@@ -44,8 +44,8 @@ class JudgeConfig:
     system_prompt: str | None = None
     """System message; None sends none."""
     score_pattern: str | None = None
-    """Regular expression that finds the score in the answer: its last match counts, and group 1 if
-    it has one. Exclusive with score_field.
+    """Regular expression that finds the score in the answer. The last match counts: its group 1, or
+    the entire match if the expression has no group. Exclusive with score_field.
     """
     score_field: str | None = None
     """Field with the score in the last JSON object of the answer; a nested field is OUTER.INNER."""

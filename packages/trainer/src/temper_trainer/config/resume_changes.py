@@ -158,8 +158,8 @@ def _find_replaced_models(
     checkpoint whose tensors do not fit. The seed still draws a value head and a new LoRA adapter,
     which the warm start's model does not have.
     """
-    # A role loads the warm start's model if it is a copy of the actor. If it is a copy in only one
-    # of the two configurations, its model changes, so it is not among these roles.
+    # A role loads the warm start's model if it is a copy of the actor. A role that is a copy in
+    # only one of the two configurations changes its model, so it is left out here.
     roles = [role for role in ROLES if _is_copy(role, before) and _is_copy(role, after)]
     unseeded = [
         role for role in roles if role != "critic" and not after.get(f"{role}.engine.lora.rank")

@@ -110,9 +110,9 @@ class RewardConfig:
     timeout_s: PositiveFloat = 10.0
     """Maximum time in seconds of one call; slower calls count as failed."""
     num_workers: NonNegativeInt = 0
-    """Worker processes for scoring; a worker is killed if a call exceeds timeout_s. 0 scores in
-    threads of the driver, where a call that never releases the GIL (such as a runaway regular
-    expression) blocks the run.
+    """Worker processes for scoring; a worker is killed if a call exceeds timeout_s. 0 uses threads
+    of the driver, where a call that never releases the GIL, such as a runaway regular expression,
+    blocks the run.
     """
     num_threads: PositiveInt | None = None
     """Calls of a function at the same time with num_workers 0. None: up to 8 while calls mostly

@@ -30,7 +30,7 @@ _REPLACED_ENGINE_KWARGS = {
     "seed": "run.seed: every request carries its own",
     "trust_remote_code": "actor.engine.model.trust_remote_code",
 }
-"""vLLM arguments that are set by a configuration key of another name, and that key."""
+"""vLLM arguments that belong to a configuration key with a different name, and that key."""
 
 
 @settings
@@ -75,8 +75,8 @@ class VllmConfig:
     environment variable TEMPER_SERVER_TOKEN, with at least 16 characters.
     """
     servers_file: str | None = None
-    """File with such addresses, one a line, which is read again every few seconds: a server joins
-    or leaves the run when its line is added or removed.
+    """File with such addresses, one per line. It is read again every few seconds, and a server
+    joins or leaves the run when its line is added or removed.
     """
     start_timeout_s: PositiveFloat = 600.0
     """Maximum time in seconds for the start of a server, and for another one to join if all have
@@ -113,8 +113,7 @@ class VllmConfig:
                 f"{key}.servers is {list(self.servers)}, but a server can be connected once: "
                 "remove the repeated address."
             )
-        # One setting, one key: otherwise the value in config.yaml might not be the one that is
-        # used.
+        # Each setting has one key. Otherwise config.yaml might show a value that is not used.
         reserved = {each.name: f"{key}.{each.name}" for each in fields(self)}
         for name in self.engine_kwargs:
             if replacement := (reserved | _REPLACED_ENGINE_KWARGS).get(name):

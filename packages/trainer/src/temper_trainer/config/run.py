@@ -225,7 +225,7 @@ INFERENCE_TASKS = ("eval", "generate")
 
 
 ROLES = ("actor", "critic", "ref")
-"""Models of a run that have settings of their own: keys of the configuration."""
+"""Models of a run with their own settings, which are below these configuration keys."""
 
 
 @settings

@@ -74,8 +74,9 @@ def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
     """Yield a sentence for each setting that names a file or directory inside a run folder.
 
     A run appends to, renames and replaces files of its folder, so it must not read its inputs from
-    there. A value counts as a path if its key ends in path or paths, or if it has a slash, and if a
-    file or directory of that name exists. `run` is left out: its paths are those of the run itself.
+    there. A value counts as a path if a file or directory of that name exists and either the value
+    has a slash or its key ends in path or paths. `run` is left out: its paths are those of the run
+    itself.
 
     Args:
         config: A `TrainerConfig`.

@@ -234,7 +234,7 @@ def _load_file(
     repository: CachingConfigRepository,
     choices: Mapping[str, Entry],
 ) -> tuple[dict[str, Plain], Layer]:
-    """Load one file and return its values below the block that its location or header names."""
+    """Load a file and return its values below the block named by its location or header."""
     loaded = repository.load_config(default.config_path)
     if not isinstance(loaded.config, DictConfig):
         raise ConfigError(f"{default.config_path}.yaml is a list, but must be a mapping of keys.")

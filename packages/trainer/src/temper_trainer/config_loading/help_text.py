@@ -154,7 +154,8 @@ class _KeyLines:
 
     engine_class: type[EngineConfig]
     seen: dict[type, str] = field(default_factory=dict)
-    """Key by block or union whose keys are listed already; others with it refer to that."""
+    """Blocks and unions whose keys are listed already, with the key of that listing. When one is
+    used again, the help text refers to the first listing."""
 
     def list_block(self, cls: type, *, prefix: str) -> Iterator[str]:
         """Yield the fields of a class in order; a repeated block refers to its first listing."""

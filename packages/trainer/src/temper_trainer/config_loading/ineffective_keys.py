@@ -52,7 +52,7 @@ def check_ineffective_keys(config: TrainerConfig, *, set_by_user: Mapping[str, s
         set_by_user: Origins of the keys from the command line and the user's files.
 
     Raises:
-        ConfigError: One line per key, which names it and the key that makes it ineffective.
+        ConfigError: With one line per key: the key, and the setting that makes it ineffective.
     """
     problems: dict[str, str] = {}
     for rule in _iterate_rules(config):

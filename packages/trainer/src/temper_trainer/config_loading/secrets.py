@@ -61,7 +61,7 @@ _USER_IN_URL = re.compile(
 """A user without a password, which for HTTP is usually a token."""
 _URL_PARAMETER = re.compile(r"(?<=[?&#;])([\w.-]+)=(?!\$\{)[^&#;\s]")
 _SECRET_PARAMETERS = ("sig", "signature", "x-amz-signature", "x-goog-signature")
-"""Names of URL parameters that are secrets, besides those that `_names_secret` finds."""
+"""Names of further URL parameters with secrets, which `_names_secret` does not find."""
 _HOOK_URL = re.compile(
     r"://(hooks\.(slack|zapier)\.com|discord(app)?\.com/api/webhooks|[\w.-]*webhook\.office\.com)"
     r"/[\w./-]"

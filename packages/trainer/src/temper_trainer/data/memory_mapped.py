@@ -1,6 +1,6 @@
 """Prompts that are read and tokenized when they are used, from the positions of their lines.
 
-A run starts at once, whatever the number of rows. Its prompts and their order are those of a run
+A run starts at once, whatever the number of rows. Prompts and their order are the same as in a run
 that loads all rows first.
 """
 

@@ -390,8 +390,9 @@ class PromptFeed:
 
         Args:
             stream: Starts at the first prompt that is not trained.
-            num_trained: Number of prompts that the run has trained.
-            trained_ahead: Which prompts of the stream are among them; 0 is its first one.
+            num_trained: Number of prompts that the run has trained, including `trained_ahead`.
+            trained_ahead: Trained prompts after the first untrained one, by their index in the
+                stream.
         """
         self._stream = stream
         self._position = num_trained - len(trained_ahead)

@@ -157,7 +157,7 @@ class AgentFactory:
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """A program that runs one agent; it and its children are killed when the rollout ends."""
+    """A program that runs an agent. It is killed with its children when the rollout ends."""
 
     command: list[str]
     variables: list[str]

@@ -179,8 +179,8 @@ class Bubblewrap:
             filter_file, status_file = (
                 stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)
             )
-            # No other descriptors: bubblewrap closes only those that its options name, so the
-            # program would inherit the rest.
+            # Pass no other descriptors. bubblewrap closes only the descriptors in its options, so
+            # the program would inherit all others.
             status_files, command = [status_file], list(self.inner)
             filter_file.write(self.filter)
             filter_file.seek(0)
@@ -247,7 +247,7 @@ def build_unprivileged_options(paths: Sequence[str]) -> Sequence[str]:
     """Return the options of an outer bubblewrap, which a trainer that runs as root needs.
 
     * Another user may not be able to reach the interpreter, such as one in a home directory. Each
-      folder that is closed to others is replaced by one that contains only `paths`.
+      folder without access for other users is replaced by a folder with only `paths`.
     * A root process without capabilities, as bubblewrap is when its parent dies, cannot kill a
       process of another user. But the end of a PID namespace ends all processes in it.
     """
@@ -283,7 +283,7 @@ def _find_program(program: str) -> str:
 
 def _run_and_read(command: Sequence[str]) -> str:
     try:
-        # ldd fails where one library of one module is missing; that module cannot be imported then.
+        # ldd fails if a library of any module is missing. Only that module can't be imported then.
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except FileNotFoundError as error:
         raise BrokenEnvironmentError(f"the program {command[0]} is not installed") from error

@@ -57,8 +57,8 @@ class McpServer:
         try:
             return await client.call_tool(name, dict(arguments))
         except MCPError as error:
-            # An error of a tool is a result; this one is of the connection or the protocol. Another
-            # call may have closed that connection before, and a third one opened a new one.
+            # This is an error of the connection or the protocol; an error of a tool is a result. In
+            # the meantime other calls may have closed this connection and opened a new one.
             if self._client is opened:
                 await self.close()
             raise McpServerError(f"the call of {name} failed: {error}") from error

@@ -1,7 +1,7 @@
 """Watch the programs of the policy from a process of its own, and kill those over a limit.
 
-The trainer cannot do this itself: while one of its threads holds the interpreter's lock, for
-example in a regular expression of a reward, no other thread runs.
+The trainer cannot do this itself: while one thread holds the GIL, for example in a regular
+expression of a reward, its other threads do not run.
 
 This file is a script that imports only the standard library, so that the process starts in
 milliseconds and shares nothing with the trainer. `Supervisor` in supervisor_process.py starts it.
@@ -114,8 +114,8 @@ class Call:
 def _measure_memory(processes: str, *, parent: str) -> int:
     """Return the bytes of the program's pages and page tables.
 
-    RLIMIT_AS limits only the pages. A page far away from others needs page tables of its own, which
-    take twice its size.
+    RLIMIT_AS limits only the pages. A page far from all others needs separate page tables, which
+    take twice the page's size.
 
     Args:
         processes: A mounted /proc.

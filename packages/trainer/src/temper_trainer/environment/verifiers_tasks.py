@@ -64,10 +64,10 @@ def list_rows(taskset: str) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _export_key(key: str) -> Iterator[str]:
-    """Put the key of a rollout into a variable of its own, which verifiers reads; yield its name.
+    """Export the key of a rollout in a new environment variable and yield the variable's name.
 
-    Verifiers takes a key only from a variable. It removes those with API_KEY in their names from
-    the programs that it starts.
+    Verifiers reads keys only from environment variables. It removes variables with API_KEY in their
+    names from the environment of programs that it starts.
     """
     variable = f"TEMPER_API_KEY_{uuid.uuid4().hex}"
     os.environ[variable] = key

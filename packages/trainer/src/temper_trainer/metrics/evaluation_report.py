@@ -56,7 +56,7 @@ class EvaluationRow:
         return max((int(match[2]) for match in matches), default=1)
 
     def format_label(self, metric: str) -> str:
-        """Return the label of one of its values in a plot, such as ``math500 sampled mean@4``."""
+        """Return the label of a value in plots, such as ``math500 sampled mean@4``."""
         is_mean = metric == "reward" and self.num_completions > 1
         title = f"mean@{self.num_completions}" if is_mean else _AT_K.sub(r"\1@\2", metric)
         return " ".join(filter(None, (self.set_name, self.kind, self.category, title)))

@@ -216,7 +216,7 @@ def _require_token(app: "WSGIApplication", *, token: str) -> "WSGIApplication":
 
 
 def _write_private(path: Path, text: str) -> None:
-    """Write a file that only this user can read, even if an existing one has other permissions."""
+    """Write a file with read permission for this user only, also if the file exists with others."""
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)

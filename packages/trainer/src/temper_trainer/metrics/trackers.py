@@ -1,7 +1,7 @@
 """Trackers, which record the metrics for each step (``run.trackers``).
 
 ``open_tracker`` makes one by name. Packages of optional trackers are imported in the constructors,
-so that a run needs only those that it names.
+so that a run needs only the packages of its own trackers.
 """
 
 import json

@@ -171,9 +171,10 @@ class CallRound:
     def choose_num_calls(self, usual: int) -> int:
         """Return how many calls may run at a time.
 
-        That is the usual number until more calls fail than accepted. From then on it is the failure
-        count that would stop the run: if the function hangs, this takes one more ``timeout_s``, and
-        not one per call. After a slow call that returned it takes two more.
+        That is the usual number until more calls fail than accepted. From then on it is the number
+        of failures that would stop the run. So if the function hangs, the run stops after one more
+        ``timeout_s`` and does not wait once per call. After a slow call that returned, it stops
+        after two more.
         """
         if self._num_failures * self.num_items <= self._max_failures * self.num_called:
             return usual

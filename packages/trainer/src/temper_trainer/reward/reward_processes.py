@@ -278,7 +278,7 @@ def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) 
     """Receive items and send their outcomes, until the driver is gone."""
     try:
         _die_with_driver()
-        # A group of its own, with which the programs end that the function starts.
+        # Create a process group, so that programs started by the function end with it.
         os.setsid()
         # What the function prints must hide the same values as the driver's output.
         register_secrets(secrets)
@@ -296,7 +296,7 @@ def _die_with_driver() -> None:
     """Have the kernel kill this process when the driver dies.
 
     A function that hangs, or a process that is stopped, would not notice the closed connection. The
-    watcher of its group kills it too, but not before this process has made that group.
+    watcher of its process group kills it, too, but only after this process has created the group.
     """
     if sys.platform != "linux":
         return

@@ -1,7 +1,8 @@
 """Record the completions of a run in a file, and replay them in another run.
 
-Training is a function of the completions with their log-probs and weight versions, so a replayed
-run trains the same bits, also with loop ``async``, whose sampling depends on timing.
+Training depends only on the completions with their log-probs and weight versions. A replayed run
+therefore has the same weights bit for bit, even with loop ``async``, where sampling depends on
+timing.
 """
 
 import base64

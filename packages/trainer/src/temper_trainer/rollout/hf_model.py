@@ -165,7 +165,7 @@ class WeightTargets:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the tensors; one that is tied to others is only listed under its first name."""
+        """Find the tensors; tied tensors are listed once, under their first name."""
         tensors = model.state_dict()
         file_names = find_file_names(
             {name: tensor.shape for name, tensor in tensors.items()},

@@ -62,8 +62,8 @@ class StreamingSampler(Sampler, Protocol):
 
         Args:
             request: What to complete.
-            on_server: Called with the number of the server that gets the request, from 0; again if
-                another one gets it.
+            on_server: Called with the index of the server that gets the request, and again if the
+                request moves to another server.
 
         Raises:
             ConfigError: See `sample`.

@@ -1,7 +1,7 @@
 """Sample one token per row of logits.
 
-The token that a request gets at a position depends only on its seed, the position and its logits,
-not on other requests in the batch. Shapes: n rows, V vocabulary.
+A sampled token depends only on the request's seed, the position and the logits, not on other
+requests in the batch. Shapes: n rows, V vocabulary.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """A channel that carries weights from one trainer process to the workers of samplers.
 
-The channel is a process group of its own, next to those of trainer and samplers. Its rank 0 sends
-buckets of bytes and every other rank receives each of them. With `nccl` and `gloo` a bucket is a
-broadcast. With `cuda_ipc`, receivers on the sender's GPU map the sender's buffer and gloo only
-synchronizes.
+The channel is a process group of its own, next to those of trainer and samplers. Rank 0 of the
+channel sends buckets of bytes, and every other rank receives all buckets. With `nccl` and `gloo` a
+bucket is a broadcast. With `cuda_ipc`, receivers on the sender's GPU map the sender's buffer and
+gloo only synchronizes.
 """
 
 import secrets
@@ -44,7 +44,7 @@ _CONNECT_TIMEOUT_S = 30.0
 
 
 class ChannelError(TemperError, RuntimeError):
-    """A member of a channel has died or left; the others must close it and open another one."""
+    """A member of a channel has died or left: close the channel and open a new one."""
 
     def __init__(self, message: str, *, absent: tuple[int, ...] = ()) -> None:
         super().__init__(message)

@@ -242,7 +242,7 @@ class WorkerGroup(ABC):
         Args:
             call: A method of TrainingWorker, or an importable function whose first argument is the
                 worker.
-            arguments: One tuple per rank; those that are the same object are serialized once.
+            arguments: One tuple per rank. If ranks share the same object, it is serialized once.
 
         Returns:
             Results in rank order.

@@ -9,7 +9,7 @@ from temper_engine_api.errors import ConfigError, format_install
 
 
 def is_within(key: str, *blocks: str) -> bool:
-    """Return True if a dotted key is one of some keys, or is below one of them."""
+    """Return True if a dotted key is one of the blocks, or is below one."""
     return any(key == block or key.startswith(f"{block}.") for block in blocks)
 
 

@@ -92,7 +92,7 @@ def plan_buckets(worker: WeightExporter, bucket_bytes: int) -> list[PackedBucket
 def open_sender_channel(
     worker: WeightSender, specs: Mapping[int, ChannelSpec]
 ) -> tuple[str, tuple[int, ...]]:
-    """Open this rank's end of its channel, if it has one.
+    """Open this rank's end of its channel; ranks without a channel do nothing.
 
     Returns:
         The reason if a receiver did not join, and otherwise an empty text. The ranks of the channel
@@ -228,7 +228,7 @@ def _close_on_error(
 
 
 def close_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> None:
-    """Close this rank's end of its channel, if it has one and it is open."""
+    """Close this rank's end of its channel, unless it is closed or the rank has no channel."""
     spec = specs.get(worker.rank)
     if spec is not None:
         _close_channel(worker, spec)

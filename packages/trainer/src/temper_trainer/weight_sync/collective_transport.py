@@ -53,11 +53,11 @@ class CollectiveTransport:
 
     There is one channel, from rank 0, or one from each rank to the workers on its GPU. A channel
     cannot lose or get members. So when a server has died, joined or left, new channels are opened
-    before the next publish, and a publish during which one dies is repeated.
+    before the next publish. If a server dies during a publish, the publish is repeated.
 
     A restarted server gets the actor's weights again at once if no update has changed them since
-    and nothing else may call the actor at the same time (`loop=sync`). Otherwise it gets the next
-    ones that are published, and the run ends if no other server has the last ones.
+    and nothing else may call the actor at the same time (`loop=sync`). Otherwise it gets weights at
+    the next publish, and the run ends if no other server has the current weights.
     """
 
     def __init__(

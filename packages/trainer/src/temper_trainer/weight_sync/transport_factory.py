@@ -112,7 +112,7 @@ def choose_transport(
         receivers: Location of every worker of every server.
 
     Raises:
-        ConfigError: If no transport reaches all of them: some are on the actor's GPUs and others on
+        ConfigError: If no transport reaches all servers: some are on the actor's GPUs and others on
             another host, or a CPU and a GPU are on different hosts.
     """
     sender = senders[0]

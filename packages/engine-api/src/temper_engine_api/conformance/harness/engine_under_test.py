@@ -48,7 +48,7 @@ class EngineUnderTest:
 
     @property
     def comparable_layouts(self) -> tuple[Layout, ...]:
-        """Layouts of the run that use the same models as this one.
+        """Layouts in this run that use the same models as the current layout.
 
         Layouts with experts use MoE models, and so can one rank with the engine's defaults, which
         is added to them.

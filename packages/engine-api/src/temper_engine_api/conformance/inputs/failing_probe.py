@@ -86,8 +86,8 @@ class FailingProbe(SftProbe):
 def raise_halfway_through_backward(column: Tensor) -> None:
     """Make a column's backward pass raise when about half of the parameters have gradients.
 
-    Parameters are the same on ranks that have parts of a sequence, although other parts of their
-    graphs differ. So all ranks raise after the same collectives.
+    Ranks that share a sequence have the same parameters, although their graphs differ otherwise. So
+    counting parameters makes all ranks raise after the same collectives.
     """
     assert column.grad_fn is not None, "the column has a gradient in a training call"
     # Breadth first: nodes near the loss, which run first, come first.

@@ -56,7 +56,7 @@ LAST_METHODS: Mapping[TrainingCall, str] = {
 REPORT_LIMIT_S = 10.0
 """Time within which the other ranks must report the failure of one."""
 SHORT_AGREEMENT_S = 1.0
-"""AGREEMENT_S of all tests but one in which the other ranks do not raise: they need not wait."""
+"""AGREEMENT_S in tests where the other ranks do not raise, so that the tests take less time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

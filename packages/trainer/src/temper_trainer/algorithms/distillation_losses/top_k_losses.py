@@ -91,8 +91,8 @@ class TopKReverseKl(TopKLoss):
     ``reverse_kl`` the loss does not depend on the sampled token. Its gradient therefore has less
     variance, and completions need not be samples of the policy.
 
-    The rest always counts. Without it, the loss would have its minimum where the policy gives the
-    top-k tokens only 1/e of the teacher's probability: sum p log(p/q) is smallest at p = q/e.
+    The rest always counts. Without the rest, the minimum of the loss would be at p = q/e, where sum
+    p log(p/q) is smallest: the top-k tokens would get only 1/e of the teacher's probability.
 
     Source: arXiv:2608.14728 (the rest as one token); Gu et al. 2023, arXiv:2306.08543 (reverse KL
     for language models).

@@ -259,8 +259,8 @@ def read_json_fields(path: Path) -> Mapping[str, object]:
 def select_text_fields(model_config: Mapping[str, object]) -> Mapping[str, object]:
     """Return the settings of the text part from the fields of a config.json.
 
-    They are in ``text_config`` in files of vision-language models, except older ones of Qwen2-VL
-    and Qwen2.5-VL, and at the top in all other files.
+    Files of vision-language models have them in ``text_config``. All other files, and older files
+    of Qwen2-VL and Qwen2.5-VL, have them at the top level.
     """
     text_config = model_config.get("text_config")
     is_split = str(model_config.get("model_type")) in VISION_LANGUAGE_TYPES

@@ -1,9 +1,8 @@
 """Turn the messages of an agent into tokens that continue what the policy has sampled.
 
-An agent sends all messages of the conversation with each request, as text. If that were tokenized,
-its beginning could get other tokens than the policy sampled. So where the text of a request begins
-with the text of an earlier request and its completion, their tokens are used, and only the rest is
-tokenized.
+An agent sends all messages of the conversation with each request, as text. Tokenizing the full text
+could give different tokens than the policy has sampled. So if the text begins with the text of an
+earlier request and its completion, the tokens of these are used, and only the rest is tokenized.
 """
 
 import json

@@ -15,7 +15,7 @@ _WITHOUT_EFFECT = frozenset(
 _SET_BY_RUN = frozenset(
     {"frequency_penalty", "presence_penalty", "seed", "temperature", "top_k", "top_p"}
 )
-"""Fields whose value is that of the run: training needs its distribution."""
+"""Fields that requests can't set: completions must follow the run's sampling distribution."""
 _ROLES = frozenset({"assistant", "developer", "system", "tool", "user"})
 
 
@@ -170,7 +170,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "response_format": ({"type": "text"},),
     "top_logprobs": (0,),
 }
-"""Values of fields that are not supported with which they have no effect."""
+"""Accepted values of fields that are not supported; these values have no effect."""
 
 
 def _parse_tools(fields: JsonObject) -> list[dict[str, Any]]:

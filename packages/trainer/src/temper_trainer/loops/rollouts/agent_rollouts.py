@@ -189,7 +189,7 @@ def join_calls(calls: Sequence[AgentCall]) -> list[Branch]:
     """All tokens of each history."""
     for call in calls:
         prompt = call.prompt_tokens
-        # The longest one, because a history may continue another one that was not continued.
+        # Use the longest match, because one history may begin with all tokens of another.
         best = max(
             (i for i, each in enumerate(tokens) if prompt[: len(each)] == each),
             key=lambda i: len(tokens[i]),

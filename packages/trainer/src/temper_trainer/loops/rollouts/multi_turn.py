@@ -1,8 +1,8 @@
 """One rollout: a completion, or several turns with an environment.
 
 With an environment, completions of the sampler and answers of the environment alternate. The tokens
-of later turns are appended to those that were sampled; text is never tokenized again, because that
-could give other tokens than the policy sampled.
+of later turns are appended to the sampled tokens. Sampled text is never tokenized again, because
+that could give different tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,8 @@ class Conversation:
     trace: RolloutTrace = field(default_factory=RolloutTrace)
     """When the rollout was sampled, and when its environment answered."""
     branches: tuple[Branch, ...] = ()
-    """Other histories of an agent; the one of its last completion is the conversation."""
+    """Other histories of an agent. The conversation itself is the history of the last
+    completion."""
 
     @property
     def is_given(self) -> bool:

@@ -1,4 +1,4 @@
-"""Choose the groups that a step of loop ``async`` trains: those that are ready first, in time.
+"""Choose the groups that a step of loop ``async`` trains: the first ones to be ready.
 
 A group is a prompt with its completions. Let S be the limit of staleness, P the number of groups
 per step, and v the number of updates so far. A group whose first request reached the sampler after

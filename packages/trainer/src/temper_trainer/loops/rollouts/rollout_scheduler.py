@@ -1,8 +1,8 @@
 """Run each rollout as a task of one event loop: sample, let its environment answer, score.
 
-No rollout waits for another one, except where a limit or the sampler requires it. Sampling,
-environments and rewards have separate limits. A rollout that waits for one of them occupies no
-thread and no place in the others, and earlier rollouts continue first.
+Rollouts do not wait for each other, unless a limit or the sampler requires it. Sampling,
+environments and rewards have separate limits. A rollout that waits for one limit uses no thread and
+does not count in the other limits. Earlier rollouts continue first.
 
 The event loop runs in a thread. The main thread starts coroutines in it, waits for them, and pauses
 sampling while it publishes weights.
@@ -237,8 +237,8 @@ class RolloutScheduler:
             priority: Rollouts with a smaller number continue first.
             given: Rollouts that need not be sampled, by their indices.
             on_start: Called with the index of each request that reaches the sampler.
-            finish: Called with index and conversation of each rollout at its end, such as to score
-                it; other rollouts continue meanwhile.
+            finish: Called with index and conversation when a rollout ends, for example to score it.
+                Other rollouts continue meanwhile.
 
         Returns:
             Conversations in the order of the requests, and metrics of turns and tools. A
@@ -405,7 +405,7 @@ class _Round:
         """
         pool = self._get_pool(index)
         timeout_s = pool.config.step_timeout_s
-        # While an agent waits for its turn, those that run must not wait for its request.
+        # While this agent waits for the limit, the running agents must not wait for its request.
         self._sampler.leave(self._cohort)
         async with pool.limit.acquire((self._cohort.priority, index)):
             self._sampler.join(self._cohort)

@@ -64,7 +64,8 @@ class _Mode(enum.IntEnum):
     DEFER = 0
     """Only set the flag, for example during an optimizer update or a save."""
     ABANDON_LATE = 1
-    """Interrupt it after half of the grace period, so that a step that ends earlier is kept."""
+    """Interrupt the step after half of the grace period, so that a step that ends by then is
+    kept."""
     ABANDON = 2
     """Interrupt it at once."""
 

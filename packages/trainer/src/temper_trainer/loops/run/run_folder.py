@@ -89,8 +89,8 @@ class RunFolder:
     def keep_trained_settings(self) -> Iterator[None]:
         """Keep a copy of the configuration that the body replaces, until `mark_used`.
 
-        If this start fails before its first step, the next one still finds the settings with which
-        the checkpoint was trained.
+        If this start fails before its first step, the next start can still read the settings of the
+        run that wrote the checkpoint.
         """
         config, kept = self.root / "config.yaml", self.root / TRAINED_CONFIG
         before = config.read_bytes() if config.is_file() else None

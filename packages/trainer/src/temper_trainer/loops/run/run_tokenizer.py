@@ -122,7 +122,7 @@ def preview_tokenizer(
 def _prepare(
     config: TrainerConfig, rows: Sequence[Row]
 ) -> tuple[list[str], Callable[[], PreTrainedTokenizerBase]]:
-    """Return the text that the tokenizer must represent, and a function that trains one on it."""
+    """Return the texts that the tokenizer must represent, and a function to train it on them."""
     texts = [
         # The words of the template are tokenized in every prompt, so they must be learned, too.
         config.data.prompt_template.replace("{prompt}", ""),

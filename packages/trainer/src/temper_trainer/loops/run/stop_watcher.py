@@ -105,7 +105,7 @@ class StopWatcher:
 
 
 class _ExitTrigger:
-    """A descriptor such that whoever writes to it ends this process with an exit code.
+    """A file descriptor. A write to it ends this process with the given exit code.
 
     With asynchronous reads, the C library calls `_exit` from a thread that does not know about
     Python. On systems without such reads (macOS), writing has no effect, and the process is killed.

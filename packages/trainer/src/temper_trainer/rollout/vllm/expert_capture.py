@@ -21,8 +21,9 @@ def capture_experts_on_cpu() -> None:
     """Let vLLM's CPU build report the chosen experts. Idempotent; does nothing on a GPU.
 
     vLLM 0.27.1 refuses `enable_return_routed_experts` there, because the method that computes the
-    experts also chooses them, and does not report its choice. 0.32 refuses it as well: only its
-    second model runner reports experts, which needs Triton, and that has no CPU backend.
+    experts also chooses them, and does not report its choice. vLLM 0.32 refuses it as well, because
+    only its second model runner reports experts. That runner needs Triton, which has no CPU
+    backend.
     """
     if current_platform.is_cpu() and hasattr(GPUModelRunner, "_bind_routed_experts_capturer"):
         GPUModelRunner._bind_routed_experts_capturer = _bind_capturer

@@ -136,7 +136,7 @@ class ListeningServer:
         return subprocess.Popen(
             [sys.executable, "-m", self._module, str(descriptor)],
             stdin=subprocess.DEVNULL,
-            # In a session of its own, so that it can end with all its workers.
+            # Start a new session, so that the process can be killed together with its workers.
             start_new_session=True,
             pass_fds=(descriptor,),
             env=self._make_folders().make_environment(),

@@ -1,8 +1,8 @@
 """The messages between the trainer and a server process, and their encoding.
 
 Messages are MessagePack and are checked against the types below when they are decoded, so that
-neither side unpickles anything. They travel over a socket pair that the server inherits, which no
-other process can reach. Both sides need temper-trainer and msgspec; only the server needs vLLM.
+neither side unpickles anything. Messages go through a socket pair that the server inherits, so no
+other process has access. Both sides need temper-trainer and msgspec; only the server needs vLLM.
 """
 
 import inspect

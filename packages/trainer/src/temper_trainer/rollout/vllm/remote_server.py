@@ -183,8 +183,8 @@ class AddressWatch:
                 server.start()
                 sampler.add(server)
             except BaseException:
-                # It serves one connection at a time, so this attempt must end before another one
-                # can start.
+                # The server accepts one connection at a time, so this attempt must end before the
+                # next one.
                 server.close()
                 raise
         except (TemperError, ValueError) as error:

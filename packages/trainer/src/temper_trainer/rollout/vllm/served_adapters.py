@@ -13,7 +13,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAdapter:
-    """Settings of an adapter that limit where it can be served."""
+    """The settings of an adapter that decide whether a vLLM server can load it."""
 
     rank: int
     dora: bool

@@ -143,8 +143,8 @@ def read_messages(
 ) -> None:
     """Put calls into the inbox, and end this process as soon as the trainer is gone.
 
-    Runs in its own thread from the start: building a model takes minutes and a step takes seconds,
-    and a server without a trainer must not occupy its GPUs for that long.
+    This runs in its own thread from the start, because building a model takes minutes and a step
+    takes seconds. A server without a trainer must not occupy its GPUs for that long.
     """
     try:
         while True:

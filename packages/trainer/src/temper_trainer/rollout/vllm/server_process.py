@@ -150,8 +150,8 @@ class ServerProcess:
         """Start the process, and return the trainer's end of its connection."""
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         self._folders = folders = ServerFolders.make()
-        # A socket pair instead of a listening socket, so that only the child that inherits the
-        # other end can connect.
+        # Use a socket pair in place of a listening socket, so that only the child process can
+        # connect.
         connection, other_end = multiprocessing.Pipe()
         with other_end:
             self._process = self._launch(other_end.fileno(), folders=folders)
@@ -161,7 +161,7 @@ class ServerProcess:
     def _launch(self, connection_fd: int, *, folders: ServerFolders) -> subprocess.Popen[bytes]:
         with self._log_file.open("ab") as log:
             try:
-                # In its own session, so that killing its process group ends its workers too, and
+                # Start a new session. Then killing the process group also ends the workers, and
                 # Ctrl-C in the terminal only reaches the trainer.
                 return subprocess.Popen(
                     [self._python, "-m", SERVER_MODULE, str(connection_fd)],

@@ -124,8 +124,8 @@ class VllmEngine:
             stop_token_ids=list(self._spec.end_token_ids),
             # The end token in the model's config may belong to another tokenizer.
             ignore_eos=True,
-            # No seed for greedy decoding, which needs no random numbers: vLLM samples seeded
-            # requests one by one, which is slower.
+            # Greedy decoding needs no random numbers, so pass no seed: vLLM samples requests with a
+            # seed one by one, which is slower.
             seed=None if sampling.temperature == 0 else request.seed,
             # 0 returns the log-prob of the sampled token only, None would return none.
             logprobs=0,
@@ -310,8 +310,8 @@ class VllmEngine:
     def load_adapter(self, directory: str, version: int) -> int:
         """Load a LoRA adapter from a directory; return its version.
 
-        The version is also its id in vLLM, which caches adapters by id: under the same id vLLM
-        would keep the old one.
+        Use the version as the adapter's id in vLLM. vLLM caches adapters by id, so with the same id
+        it would keep the old adapter.
 
         Raises:
             WeightError: If vLLM refuses it.
@@ -348,7 +348,8 @@ class VllmEngine:
     def _leave_channel_on_error(self) -> Iterator[None]:
         """Leave the trainer's channels after an error in the body.
 
-        The sender and other servers may wait for this one, and would not notice that it failed.
+        The sender and other servers may be waiting for this server, and would not notice its
+        failure.
         """
         try:
             yield

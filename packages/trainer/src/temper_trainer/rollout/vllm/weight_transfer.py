@@ -252,8 +252,8 @@ class WorkerExtension:
     def end_with_temper_server(self, server: int) -> None:
         """Have the kernel kill this worker when the server's process dies.
 
-        vLLM's own workers notice its death only between two calls: one that waits for weights or
-        for another worker would stay.
+        vLLM's workers notice the server's death only between two calls. A worker that waits for
+        weights or for another worker would never end.
         """
         # In the server's own process there is nothing to do, nor below another program such as Ray.
         if sys.platform == "linux" and os.getppid() == server:

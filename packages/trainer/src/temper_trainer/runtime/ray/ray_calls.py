@@ -43,7 +43,7 @@ def wait_for_all(
     def describe_pending() -> str:
         return f"; ranks {list_pending_ranks()} have not answered"
 
-    # One result at a time, so that a failed rank is noticed while others still wait for it.
+    # Take one result at a time, to notice a failed rank while other ranks still wait for it.
     with track_wait(call, describe_pending=describe_pending):
         while pending:
             ready, rest = ray.wait(

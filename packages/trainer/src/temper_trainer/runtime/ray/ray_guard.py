@@ -44,8 +44,8 @@ class RayGuard:
     def __enter__(self) -> "RayGuard":
         """Mark every process that is started in the body."""
         os.environ[MARKER_VARIABLE] = self._token
-        # Ray sets process titles. Without this variable of setproctitle, that overwrites the
-        # environment in /proc, which `find_processes` reads.
+        # Ray sets process titles. Setting a title overwrites the environment in /proc, which
+        # `find_processes` reads, unless this variable of setproctitle is set.
         os.environ["SPT_NOENV"] = "1"
         return self
 

@@ -69,7 +69,7 @@ _own_jobs: set[str] = set()
 down."""
 
 _guards: list[RayGuard] = []
-"""The guard of a cluster that this process started; empty if it joined a running one."""
+"""The guard of the cluster that this process started; empty if it joined a running cluster."""
 
 
 class RayRuntime:
