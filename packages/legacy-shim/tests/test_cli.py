@@ -123,3 +123,28 @@ def test_help_of_a_command_is_the_commands_own() -> None:
     assert done.returncode == 0
     assert "--to" in done.stdout
     assert done.stdout == run_process("checkpoint", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["script", "missing.sh"],
+        ["config", "missing.yaml"],
+        ["imports", "missing"],
+        ["doctor", "missing"],
+        ["checkpoint", "missing", "--check"],
+        ["verify", "missing"],
+    ],
+)
+def test_a_missing_input_is_a_wrong_argument_with_exit_code_2(
+    tmp_path: Path,
+    arguments: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["temper-migrate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    assert "UsageError: missing" in capsys.readouterr().err

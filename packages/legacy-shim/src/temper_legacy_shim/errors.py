@@ -1,7 +1,7 @@
 """Errors of the shim. Every message has the fault, the expected value and the remedy.
 
 ShimError
-├── UsageError(ValueError)          options that conflict, are missing, or have no effect
+├── UsageError(ValueError)          arguments that conflict, are missing, or have no effect
 ├── LayoutError(ValueError)         a directory is no known checkpoint, or a file of it is missing
 ├── DamagedFileError(ValueError)    a file is truncated, malformed, or contradicts the others
 │   └── UnsafeFileError             a file asks for a global that no checkpoint needs
@@ -26,7 +26,7 @@ class ShimError(Exception):
 
 
 class UsageError(ShimError, ValueError):
-    """Options conflict, are missing, or have no effect on this input."""
+    """Arguments conflict, are missing, have no effect, or name an input that does not exist."""
 
 
 class LayoutError(ShimError, ValueError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from temper_legacy_shim.errors import LayoutError
+from temper_legacy_shim.errors import LayoutError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RECEIPT = "temper-receipt.json"
@@ -107,11 +107,12 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
         role: only this one.
 
     Raises:
+        UsageError: there is no such directory.
         LayoutError: no layout matches; the message lists the files that were found.
     """
     path = Path(path)
     if not os.path.isdir(path):  # also for a name that no disk takes
-        raise LayoutError(
+        raise UsageError(
             f"{path} is no directory: give a run, a step (global_step_N) or a role (actor, critic) "
             "directory."
         )

@@ -13,11 +13,12 @@ from temper_legacy_shim.cli import (
     imports_command,
     script_command,
 )
-from temper_legacy_shim.errors import ShimError
+from temper_legacy_shim.errors import ShimError, UsageError
 
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000
 """Python's 700 cost a tenth of the start: checkpoints have many objects, few cycles."""
 EXIT_FAILED = 1
+EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
@@ -51,7 +52,10 @@ def _root(
 
 
 def main() -> None:
-    """Run the command; a failure that the user can fix is one message and exit code 1."""
+    """Run the command; a failure that the user can fix is one message.
+
+    Exit code 2: wrong arguments, such as an input that does not exist; 1: any other failure.
+    """
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     arguments = sys.argv[1:]
     if arguments[:1] == ["--help"]:
@@ -61,7 +65,7 @@ def main() -> None:
         app(arguments)
     except ShimError as error:
         _explain(f"{type(error).__name__}: {error}", style="red")
-        sys.exit(EXIT_FAILED)
+        sys.exit(EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED)
     except SystemExit as end:  # typer makes it of Ctrl-C, without a word
         if end.code == EXIT_INTERRUPTED:
             _explain("interrupted; run the same command again to go on", style="")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from temper_legacy_shim.cli.shared import print_facts
-from temper_legacy_shim.errors import LayoutError, ShimError, UsageError, format_extra_install
+from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -272,7 +272,7 @@ def _converted_in(directory: Path) -> list[Path]:
         else []
     )
     if not matches:
-        raise LayoutError(
+        raise UsageError(
             f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote."
         )
     return matches

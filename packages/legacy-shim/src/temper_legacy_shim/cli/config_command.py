@@ -65,7 +65,8 @@ def config(
 ) -> None:
     """Translate an old configuration.
 
-    Exit code 0: clean; 10: behavior pinned, or with hazards; 20: needs a person; 1: it failed.
+    Exit code 0: clean; 10: behavior pinned, or with hazards; 20: needs a person; 1: it failed;
+    2: wrong arguments.
     """
     from temper_legacy_shim.configs import EXIT_CODES
 
