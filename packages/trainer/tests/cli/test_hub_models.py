@@ -126,10 +126,19 @@ def test_model_of_a_server_is_downloaded_with_progress_and_then_found_in_the_cac
     assert code == 0, output
 
 
-def test_name_without_owner_gets_a_hint_at_the_hub(tmp_path: Path) -> None:
-    code, output = run(tmp_path, "tiny-0.5B", "--check")
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("tiny-0.5B", "or write OWNER/tiny-0.5B if it is a model on the Hugging Face Hub."),
+        ("https://huggingface.co/acme/tiny", "write acme/tiny, the name of the model on the Hub."),
+    ],
+)
+def test_wrong_form_of_a_name_gets_a_hint_at_the_hub(
+    tmp_path: Path, name: str, remedy: str
+) -> None:
+    code, output = run(tmp_path, name, "--check")
     assert code == 2
-    assert "or write OWNER/tiny-0.5B if it is a model on the Hugging Face Hub." in output
+    assert remedy in output
 
 
 @pytest.mark.parametrize("is_offline", [True, False])

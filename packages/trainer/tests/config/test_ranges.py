@@ -110,3 +110,8 @@ def test_collective_timeout_of_zero_is_refused() -> None:
 def test_run_folder_must_not_be_a_url() -> None:
     with pytest.raises(ConfigError, match=r"run\.dir is 's3://bucket/run', a URL: give a folder"):
         load([*RL, "run.dir=s3://bucket/run"])
+
+
+def test_run_folder_must_have_a_name() -> None:
+    with pytest.raises(ConfigError, match=r"run\.dir is empty: name a folder, such as runs/mine"):
+        load([*RL, "run.dir="])

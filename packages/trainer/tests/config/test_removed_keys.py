@@ -53,5 +53,10 @@ def test_every_key_of_a_removed_block_is_refused() -> None:
     )
 
 
+def test_key_model_names_the_key_of_a_models_path() -> None:
+    text = str(describe_removed_key("model"))
+    assert text.startswith("there is no key model: to name a model, set actor.engine.model.path. ")
+
+
 def test_existing_keys_are_not_refused() -> None:
     assert [key for key in KEYS if describe_removed_key(key)] == []

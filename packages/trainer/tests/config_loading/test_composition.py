@@ -104,8 +104,8 @@ def test_unknown_choice_lists_the_choices() -> None:
     with pytest.raises(
         ConfigError,
         match=(
-            r"there is no choice grop of the group algorithm: choose one of cispo, "
-            r"clip_cov, dapo,"
+            r"there is no choice grop of the group algorithm: did you mean grpo\? If not, choose "
+            r"one of cispo, clip_cov, dapo,"
         ),
     ):
         load([*RL, "algorithm=grop"])
@@ -116,7 +116,21 @@ def test_unknown_choice_lists_the_choices() -> None:
     [
         ("run.seed=1,2", "run.seed=1,2 gives several values for one run: write a list as [a,b]"),
         ("run.seed", "'run.seed' on the command line has no value: write run.seed=VALUE, or use"),
-        ("run.dir=(", "cannot parse 'run.dir=(' on the command line"),
+        (
+            "quickstart",
+            "'quickstart' on the command line has no value: write experiment=qui",
+        ),
+        ("experiment=", "there is no choice '' of the group experiment: choose one of gsm8k_grpo"),
+        ("run.dir=(", "cannot parse 'run.dir=(' on the command line: write 'run.dir=\"(\"'."),
+        ("run.dir=~/ä", "cannot parse 'run.dir=~/ä' on the command line: write 'run.dir=\"~/ä\"'."),
+        (
+            "run.trackers=[k=1,b]",
+            (
+                "cannot parse 'run.trackers=[k=1,b]' on the command line: "
+                'write \'run.trackers=["k=1","b"]\'.'
+            ),
+        ),
+        ("run.dir=${a", "cannot parse 'run.dir=${a' on the command line"),
         (
             "~run.seed",
             (

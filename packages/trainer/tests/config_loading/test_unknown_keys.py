@@ -28,6 +28,7 @@ def refusal(*overrides: str, config_dir: Path | None = None, config_name: str = 
         ("actor.engine.optim.lr", "actor.engine.optimizer.lr"),
         ("sampling.temprature", "sampling.temperature"),
         ("runn.seed", "run.seed"),
+        ("lr", "actor.engine.optimizer.lr or "),
         # Each of these names is right in another block.
         ("actor.engine.model.paths", "actor.engine.model.path?"),
     ],

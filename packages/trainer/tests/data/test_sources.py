@@ -1,5 +1,6 @@
 """Tests of reading rows from files, and of the errors for invalid files."""
 
+import gzip
 import json
 import sys
 from dataclasses import replace
@@ -127,6 +128,23 @@ def test_file_of_another_format_is_refused_with_what_to_do(
 ) -> None:
     with pytest.raises(DataError, match=remedy):
         load_rows(write_lines(tmp_path / name, content))
+
+
+@pytest.mark.parametrize(
+    ("content", "remedy"),
+    [
+        (gzip.compress(b"{}"), "is compressed with gzip: decompress it"),
+        (b"PAR1\x15\x04\x15\xff", "is a parquet file: set data.train=parquet"),
+        ("{}".encode("utf-16"), "Convert it with iconv -f UTF-16 -t UTF-8"),
+        ("é".encode("latin-1"), "Convert it to UTF-8, for example with iconv -f LATIN1 -t UTF-8"),
+    ],
+)
+def test_file_that_is_not_utf_8_is_refused_with_what_to_do(
+    tmp_path: Path, content: bytes, remedy: str
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=f"a.jsonl is not UTF-8 text.*{remedy}"):
+        load_rows(JsonlSource(paths=("a.jsonl",)), base_dir=tmp_path)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

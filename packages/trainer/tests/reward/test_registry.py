@@ -35,6 +35,7 @@ def test_function_can_be_registered_once_under_a_name() -> None:
     ("function", "complaint"),
     [
         ("gsm8k_stric", "did you mean 'gsm8k_strict'"),
+        ("my_rewards.score", "an import path has a colon, my_rewards:score. Use one of"),
         ("quality", "use one of .*exact_match, gsm8k_flexible"),
         (
             "no_such_module:f",
@@ -90,6 +91,15 @@ def test_module_that_exits_while_it_is_imported_is_refused(
 def test_arguments_that_the_function_does_not_take_are_refused_at_once() -> None:
     with pytest.raises(ConfigError, match="unexpected keyword argument 'tolerance'"):
         resolve_reward(RewardConfig(arguments={"tolerance": 0.1}))
+
+
+def test_async_function_is_refused_before_it_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rewards_that_wait.py").write_text("async def f(prompt, text): return 1.0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ConfigError, match=r"rewards_that_wait:f is an async function.* write def"):
+        resolve_reward(RewardConfig(function="rewards_that_wait:f"))
 
 
 def test_missing_math_verify_library_is_a_configuration_error(

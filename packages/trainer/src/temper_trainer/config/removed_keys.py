@@ -134,6 +134,8 @@ def describe_removed_key(key: str) -> str | None:
         "whole file or old overrides, and `temper-migrate script FILE` a launch script (pip "
         "install temper-legacy-shim)."
     )
+    if key == "model":
+        return f"there is no key model: to name a model, set actor.engine.model.path. {hint}"
     parts = key.split(".")
     for length in range(len(parts), 0, -1):
         if replacement := REPLACEMENTS.get(".".join(parts[:length])):

@@ -144,6 +144,10 @@ class RunConfig:
     """IP address of the driver's host on which the port is opened."""
 
     def __post_init__(self) -> None:
+        if not self.dir.strip():
+            raise ConfigError(
+                "run.dir is empty: name a folder, such as runs/mine. Is a shell variable unset?"
+            )
         if "://" in self.dir:
             raise ConfigError(
                 f"run.dir is {self.dir!r}, a URL: give a folder that all nodes can access, and "

@@ -5,6 +5,7 @@ loader is used without its global state, so that loading a configuration leaves 
 process.
 """
 
+import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,6 +93,8 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
         )
     repository = _repository(config_dir)
     choices = collect_choices()
+    for text in overrides:
+        _check_has_value(text, repository=repository)
     parsed = [_name_variant(_parse(text), choices=choices) for text in overrides]
     rewritten = [
         _parse(text)
@@ -173,29 +176,57 @@ def _repository(config_dir: str | None) -> CachingConfigRepository:
     return CachingConfigRepository(ConfigRepository(path))
 
 
+def _check_has_value(text: str, *, repository: CachingConfigRepository) -> None:
+    if not re.fullmatch(r"[\w.-]+", text):
+        return
+    shown = redact_override(text)
+    is_experiment = text in repository.get_group_options("experiment")
+    setting = f"experiment={text}" if is_experiment else f"{shown}=VALUE"
+    raise ConfigError(
+        f"{shown!r} on the command line has no value: write {setting}, or use --help for a list of "
+        "the settings."
+    )
+
+
 def _parse(text: str) -> Override:
     shown = redact_override(text)
-    if re.fullmatch(r"[\w.-]+", text):
-        raise ConfigError(
-            f"{shown!r} on the command line has no value: write {shown}=VALUE, or use --help for a "
-            "list of the settings."
-        )
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         # The parser's message repeats parts from the text; so would a chained traceback.
+        quoted = _quote_values(text) if shown == text else None
         cause = f" {_one_line(error)}" if shown == text else ""
-        raise ConfigError(
-            f"cannot parse {shown!r} on the command line:{cause} Write KEY=VALUE, ~KEY "
-            "to reset a key to its default, or GROUP=CHOICE; quote strings with special "
-            "characters, 'key=\"a, b\"'."
-        ) from (error if shown == text else None)
+        advice = (
+            f" write {quoted}."
+            if quoted is not None
+            else f"{cause} Write KEY=VALUE, ~KEY to reset a key to its default, or GROUP=CHOICE; "
+            "quote strings with special characters, 'key=\"a, b\"'."
+        )
+        raise ConfigError(f"cannot parse {shown!r} on the command line:{advice}") from (
+            error if shown == text else None
+        )
     if override.is_sweep_override():
         raise ConfigError(
             f"{shown} gives several values for one run: write a list as [a,b], a "
             "string with a comma as 'key=\"a,b\"'."
         )
     return override
+
+
+def _quote_values(text: str) -> str | None:
+    """Return an override with its texts in quotes, for a shell; None if that is no override."""
+    key, _, value = text.partition("=")
+    if '"' in value or "'" in value or "${" in value:
+        return None
+    is_list = value.startswith("[") and value.endswith("]")
+    texts = value[1:-1].split(",") if is_list else [value]
+    joined = ",".join(f'"{each.strip()}"' for each in texts)
+    quoted = f"{key}=[{joined}]" if is_list else f"{key}={joined}"
+    try:
+        OverridesParser.create().parse_override(quoted)
+    except HydraException:
+        return None
+    return f"'{quoted}'"
 
 
 def _is_group(override: Override, *, repository: CachingConfigRepository) -> bool:
@@ -350,9 +381,11 @@ def _translate_hydra_error(error: Exception, *, repository: CachingConfigReposit
                 f"there is no file {choice}.yaml: check --config-name and --config-dir."
                 f"{describe_old_config(choice)}"
             )
-        choices = ", ".join(repository.get_group_options(group))
-        return f"there is no choice {choice} of the group {group}: " + (
-            f"choose one of {choices}." if choices else "there is no such group."
+        choices = repository.get_group_options(group)
+        near = difflib.get_close_matches(choice.lower(), choices, n=1)
+        advice = f"did you mean {near[0]}? If not, choose one of" if near else "choose one of"
+        return f"there is no choice {choice or repr('')} of the group {group}: " + (
+            f"{advice} {', '.join(choices)}." if choices else "there is no such group."
         )
     text = _one_line(error)
     deleted = re.search(r"Could not delete from config. '(.+)' does not exist", text)

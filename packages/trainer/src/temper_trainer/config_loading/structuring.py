@@ -183,7 +183,10 @@ def _structure_value(value: object, annotation: object) -> object:
             ("a list", "text, a list", "text or a list")
         )
         hint = f" A list is written [{value}]." if is_list else ""
-        raise ConfigError(f"is {_show(value)}, but must be {expected}.{hint}") from None
+        end = "."
+        if isinstance(value, float) and value.is_integer() and "whole number" in expected:
+            end = f": write {value:.0f}."  # Hydra reads 1e3 as a float
+        raise ConfigError(f"is {_show(value)}, but must be {expected}{end}{hint}") from None
     bounds = find_range(annotation)
     if bounds is not None and isinstance(read, (int, float)) and read not in bounds:
         raise ConfigError(f"is {read}, but must be {bounds}.")

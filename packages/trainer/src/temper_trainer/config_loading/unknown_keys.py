@@ -119,8 +119,13 @@ def suggest_keys(key: str, *, known: Mapping[str, Entry]) -> str:
     """
     block, _, name = key.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
+    # The optimizers of all models have the same keys, and most users look for the actor's `lr`.
     same_name.sort(
-        key=lambda candidate: difflib.SequenceMatcher(a=key, b=candidate).ratio(), reverse=True
+        key=lambda candidate: (
+            candidate.startswith("actor.engine.optimizer."),
+            difflib.SequenceMatcher(a=key, b=candidate).ratio(),
+        ),
+        reverse=True,
     )
     # Ordered by how likely the guess is.
     matches = (

@@ -191,6 +191,13 @@ def _resolve_path(path: str, base_dir: Path | None) -> str:
     return str(base_dir / path)
 
 
+_GZIP = "it is compressed with gzip: decompress it."
+_PARQUET = "it is a parquet file: set data.train=parquet, or the same of another source."
+_UTF_16 = "expected JSON lines. Convert it with iconv -f UTF-16 -t UTF-8."
+_REMEDIES = {b"\x1f\x8b": _GZIP, b"PAR1": _PARQUET, b"\xff\xfe": _UTF_16, b"\xfe\xff": _UTF_16}
+"""Remedy for a file that is not text, by its first bytes."""
+
+
 def _suggest_remedy(path: str, line: str) -> str:
     """Return what to do about a line that is no JSON object."""
     if path.endswith((".csv", ".tsv")):
@@ -235,10 +242,13 @@ def parse_json_line(line: str | bytes, *, path: str, number: int) -> tuple[str, 
 
 
 def _make_encoding_error(path: str, error: UnicodeDecodeError) -> DataError:
-    return DataError(
-        f"{path} is not UTF-8 text ({error}): expected JSON lines. Is it compressed, or of another "
-        "kind?"
+    # The error has the bytes from the beginning of the file, unless a megabyte of it is text.
+    remedies = (remedy for magic, remedy in _REMEDIES.items() if error.object.startswith(magic))
+    default = (
+        "expected JSON lines. Convert it to UTF-8, for example with iconv -f LATIN1 -t UTF-8, or "
+        "decompress it."
     )
+    return DataError(f"{path} is not UTF-8 text ({error}): {next(remedies, default)}")
 
 
 def _parquet_records(

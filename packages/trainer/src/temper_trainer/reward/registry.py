@@ -120,6 +120,9 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
     if function is None:
         near = difflib.get_close_matches(config.function, _REGISTERED, n=1)
         hint = f"did you mean {near[0]!r}? Use" if near else "use"
+        module, dot, name = config.function.rpartition(".")
+        if dot:
+            hint = f"an import path has a colon, {module}:{name}. Use"
         raise ConfigError(
             f"reward.function is {config.function!r}, which is not a registered reward: {hint} "
             f"one of {', '.join(sorted(_REGISTERED))}, the import path of a custom one, "
@@ -129,6 +132,11 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
         raise ConfigError(
             "the reward math_verify needs the math-verify library: run "
             f"{format_install('temper-trainer[math]')}."
+        )
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(
+            f"reward.function {config.function} is an async function, but must return a number: "
+            "write def instead of async def. Calls that wait already run at the same time."
         )
     try:
         # Bind the arguments without a call, so that a wrong name is found before the first step.

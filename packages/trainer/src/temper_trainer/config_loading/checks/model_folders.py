@@ -15,6 +15,7 @@ from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.rollout.vllm.served_adapters import find_adapter_problems
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ADDRESS = "https://huggingface.co/"
 _NAME_WITHOUT_OWNER = re.compile(r"[\w.-]+")
 
 
@@ -168,6 +169,8 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
     path, folder = model.path, Path(model.path)
     if not _is_model(path):
         remedy = "correct the path, or put the model there first."
+        if path.startswith(_HUB_ADDRESS):
+            remedy = f"write {path.removeprefix(_HUB_ADDRESS)}, the name of the model on the Hub."
         if _HUB_NAME.fullmatch(path) and not folder.exists():
             remedy = (
                 "if it is the name of a model on the Hugging Face Hub, run hf download "
