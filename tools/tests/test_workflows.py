@@ -1,4 +1,4 @@
-"""Test that workflows and containers call what exists here; they are linted by hand, not run."""
+"""Test that workflows and containers call what exists here; `nox -s workflows` lints them."""
 
 import re
 from pathlib import Path
