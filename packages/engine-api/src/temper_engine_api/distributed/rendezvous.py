@@ -80,6 +80,13 @@ class StoreServer:
         """Stop listening; connected clients are still answered."""
         self._listener.close()
 
+    def abandon(self) -> None:
+        """Let all clients that wait for a key fail, now and later: a member cannot join."""
+        with self._lock:
+            self._is_abandoned = True
+            for event in self._arrivals.values():
+                event.set()
+
     def _serve(self, connection: "Connection[bytes, bytes]", origin: str) -> None:
         try:
             with connection:
@@ -99,6 +106,9 @@ class StoreServer:
                 return (b"abandoned" if self._is_abandoned else b"timeout",)
             with self._lock:
                 return (b"", *(self._values.get(key, b"") for key in keys if method == b"get"))
+        if method == b"abandon":
+            self.abandon()
+            return (b"",)
         with self._lock:
             if method == b"set":
                 for key, value in zip(parts[::2], parts[1::2], strict=True):
@@ -125,11 +135,6 @@ class StoreServer:
                 return b"", b"%d" % all(key in self._values for key in parts)
             if method == b"delete":
                 return b"", b"%d" % (self._values.pop(parts[0], None) is not None)
-            if method == b"abandon":
-                self._is_abandoned = True
-                for event in self._arrivals.values():
-                    event.set()
-                return (b"",)
             if method == b"count":
                 return b"", b"%d" % len(self._values)
         raise EngineStateError(
@@ -168,8 +173,24 @@ store, whose methods fail once the Python object is collected; this set keeps it
 class TokenStore(Store):
     """Client of a `StoreServer`; thread-safe, one request at a time."""
 
-    def __init__(self, address: str, port: int, *, token: str, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        token: str,
+        timeout: timedelta,
+        is_listening: bool = False,
+    ) -> None:
         """Connect and check that both sides know the token.
+
+        Args:
+            address: Address of the server.
+            port: Port of the server.
+            token: Secret of the server.
+            timeout: Longest time of the connection, and of each later request.
+            is_listening: The server was started before, so a refused connection means that it is
+                closed; False waits for it.
 
         Raises:
             EngineStateError: If no server listens there, or the tokens differ.
@@ -180,7 +201,9 @@ class TokenStore(Store):
         self._lock = threading.Lock()
         where = f"the store at {address}:{port}"
         try:
-            client = _connect(address, port, timeout_s=timeout.total_seconds())
+            client = _connect(
+                address, port, timeout_s=timeout.total_seconds(), is_listening=is_listening
+            )
             self._connection = authenticate_socket(
                 client, token.encode(), is_server=False, timeout_s=timeout.total_seconds()
             )
@@ -363,14 +386,14 @@ def find_interface(address: str) -> str | None:
     return None
 
 
-def _connect(address: str, port: int, *, timeout_s: float) -> socket.socket:
-    """Connect to a server; retry while it does not listen yet."""
+def _connect(address: str, port: int, *, timeout_s: float, is_listening: bool) -> socket.socket:
+    """Connect to a server; unless it should be listening, retry while it does not."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
             client = socket.create_connection((address, port), timeout=timeout_s)
         except ConnectionRefusedError:
-            if time.monotonic() > deadline:
+            if is_listening or time.monotonic() > deadline:
                 raise
             time.sleep(0.1)
         else:

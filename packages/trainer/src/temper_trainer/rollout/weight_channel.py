@@ -9,7 +9,7 @@ gloo only synchronizes.
 import secrets
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -40,7 +40,7 @@ Backend = Literal["nccl", "gloo", "cuda_ipc"]
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ABANDON_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 30.0
-"""Longest time to reach the sender's store, which listens before any member gets its spec."""
+"""Longest time to reach the sender's store."""
 
 
 class ChannelError(TemperError, RuntimeError):
@@ -138,22 +138,45 @@ class WeightChannel:
         if spec.rank == 0 and server is None:
             server = StoreServer(spec.address, port=spec.port, token=spec.token)
         self._server = server
-        with _report_lost_member():
-            self._join(timeout)
-        self._buffer = (
-            self._open_shared_buffer() if spec.backend == "cuda_ipc" else self._allocate_buffer()
-        )
+        with ExitStack() as on_error:
+            if server is not None:
+                on_error.callback(server.close)
+                # Members that are connected would wait for this one until their timeout.
+                on_error.callback(server.abandon)
+            with _report_lost_member():
+                self._join(timeout)
+            on_error.callback(self.close)
+            self._buffer = (
+                self._open_shared_buffer()
+                if spec.backend == "cuda_ipc"
+                else self._allocate_buffer()
+            )
+            on_error.pop_all()
 
     def _join(self, timeout: timedelta) -> None:
         """Connect to the store and to the other members."""
-        spec, rank = self._spec, self._spec.rank
+        spec = self._spec
         store = TokenStore(
             spec.address,
             spec.port,
             token=spec.token,
             timeout=min(timeout, timedelta(seconds=_CONNECT_TIMEOUT_S)),
+            # It listens before any member gets its spec.
+            is_listening=True,
         )
         store.set_timeout(timeout)
+        # Kept alive: the process group has only the C++ half of the store, which fails without the
+        # Python half.
+        self._store = store
+        try:
+            self._meet(store, timeout)
+        except BaseException:
+            store.close()
+            raise
+
+    def _meet(self, store: TokenStore, timeout: timedelta) -> None:
+        """Wait for the other members, and connect to them."""
+        spec, rank = self._spec, self._spec.rank
         # NCCL would wait for the others at the first transfer, and does not notice
         # `abandon_channel` there.
         try:
@@ -162,7 +185,6 @@ class WeightChannel:
         except dist.DistStoreError as error:
             ranks = range(spec.size)
             absent = tuple(other for other in ranks if not store.check([_make_joined_key(other)]))
-            store.close()
             lost = f"ranks {absent}" if absent else "a member that has joined"
             raise ChannelError(
                 f"{lost} of the weight channel cannot be reached: {error}", absent=absent
@@ -181,9 +203,6 @@ class WeightChannel:
                 _make_gloo_options(spec, timeout=timeout),  # type: ignore[arg-type]
             )
             self._group = cast("_Group", gloo)
-        # Kept alive: the process group has only the C++ half of the store, which fails without the
-        # Python half.
-        self._store = store
 
     def send(self, data: Tensor) -> None:
         """Send one bucket to every receiver; `data` may be overwritten afterwards."""
@@ -326,9 +345,17 @@ def _make_joined_key(rank: int) -> str:
 
 
 def abandon_channel(spec: ChannelSpec) -> None:
-    """Let the members that wait for another one in `WeightChannel` fail at once."""
+    """Let the members that wait for another one in `WeightChannel` fail at once.
+
+    Raises:
+        EngineStateError: If the sender does not listen any more; it has abandoned the channel.
+    """
     store = TokenStore(
-        spec.address, spec.port, token=spec.token, timeout=timedelta(seconds=_ABANDON_TIMEOUT_S)
+        spec.address,
+        spec.port,
+        token=spec.token,
+        timeout=timedelta(seconds=_ABANDON_TIMEOUT_S),
+        is_listening=True,
     )
     store.abandon()
     store.close()

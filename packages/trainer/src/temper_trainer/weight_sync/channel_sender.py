@@ -107,11 +107,8 @@ def open_sender_channel(
     server = state.stores.pop(address)
     try:
         state.channels[address] = WeightChannel(spec, device=device, server=server)
-    except BaseException as error:
-        server.close()
-        if isinstance(error, ChannelError):
-            return str(error), error.absent
-        raise
+    except ChannelError as error:
+        return str(error), error.absent
     return "", ()
 
 
@@ -228,13 +225,16 @@ def _close_on_error(
 
 
 def close_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> None:
-    """Close this rank's end of its channel, unless it is closed or the rank has no channel."""
+    """Close this rank's end of its channel, or its store if the channel was never opened."""
     spec = specs.get(worker.rank)
     if spec is not None:
         _close_channel(worker, spec)
 
 
 def _close_channel(worker: WeightSender, spec: ChannelSpec) -> None:
-    channel = get_sender_state(worker).channels.pop(f"{spec.address}:{spec.port}", None)
-    if channel is not None:
+    state, address = get_sender_state(worker), f"{spec.address}:{spec.port}"
+    if (channel := state.channels.pop(address, None)) is not None:
         channel.close()
+    if (server := state.stores.pop(address, None)) is not None:
+        server.close()
+        server.abandon()

@@ -233,18 +233,18 @@ class CollectiveTransport:
         joins = []
         # The server of each member, by the rank of its sender and its own in the channel.
         replicas_by_rank: dict[tuple[int, int], Replica] = {}
-        for replica, ranks in zip(replicas, senders, strict=True):
-            members = []
-            for rank in ranks:
-                joined[rank] += 1
-                replicas_by_rank[rank, joined[rank]] = replica
-                members.append(replace(specs[rank], rank=joined[rank]))
-            join = replica.call("join_channels", members)
-            join.add_done_callback(partial(abandon_if_failed, replica))
-            joins.append(join)
-        # Join before waiting for the servers, because each member returns only when all have
-        # joined.
         try:
+            for replica, ranks in zip(replicas, senders, strict=True):
+                members = []
+                for rank in ranks:
+                    joined[rank] += 1
+                    replicas_by_rank[rank, joined[rank]] = replica
+                    members.append(replace(specs[rank], rank=joined[rank]))
+                join = replica.call("join_channels", members)
+                join.add_done_callback(partial(abandon_if_failed, replica))
+                joins.append(join)
+            # Join before waiting for the servers, because each member returns only when all have
+            # joined.
             opened = self._actor.run_on_all(open_sender_channel, specs)
             absent = {
                 id(replicas_by_rank[rank, member])
