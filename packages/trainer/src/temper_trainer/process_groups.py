@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,3 +42,18 @@ def kill_group(group_id: int) -> None:
         pass
     except PermissionError:  # macOS: only zombies are left
         pass
+
+
+def has_ended(process: subprocess.Popen[bytes], *, is_waiting: bool = False) -> bool:
+    """Return True if a child has ended, and keep its id from being reused until `process.wait()`.
+
+    Until then its group can be killed without hitting processes of others.
+
+    Args:
+        process: The child.
+        is_waiting: Wait for the end.
+    """
+    if sys.platform == "darwin" and sys.version_info < (3, 13):  # has no waitid
+        return (process.wait() if is_waiting else process.poll()) is not None
+    options = os.WEXITED | os.WNOWAIT | (0 if is_waiting else os.WNOHANG)
+    return os.waitid(os.P_PID, process.pid, options) is not None

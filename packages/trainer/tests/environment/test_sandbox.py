@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.environment.attempts_for_tests import PAGE_TABLES, PRELUDE
+from packages.trainer.tests.process_groups_for_tests import check_group_ids, needs_waitid
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.environment import EnvironmentConfig
+from temper_trainer.environment import python_process
 from temper_trainer.environment.bubblewrap import Bubblewrap
 from temper_trainer.environment.protocol import BrokenEnvironmentError
 from temper_trainer.environment.python_process import SandboxResult
@@ -158,6 +160,16 @@ time.sleep(1000)
     while any(path.exists() for path in left) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert [path for path in left if path.exists()] == []
+
+
+@needs_waitid
+@pytest.mark.parametrize("code", ["print(1)", "while True: pass"])
+def test_without_a_sandbox_the_group_of_a_program_is_killed_before_its_id_is_free(
+    monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    killed = check_group_ids(monkeypatch, python_process)
+    NoSandbox().run(code, timeout_s=1.0, memory_mib=256)
+    assert len(killed) == 1
 
 
 def test_without_a_sandbox_the_folder_of_a_program_names_its_owner_and_is_removed(

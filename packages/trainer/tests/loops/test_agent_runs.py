@@ -10,16 +10,19 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
+from packages.trainer.tests.process_groups_for_tests import check_group_ids, needs_waitid
 from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.environment import agent_environment
 from temper_trainer.environment.agent_environment import AgentFailedError
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops import RunResult
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import (
     EnvironmentTimeoutError,
+    IdleAgentError,
     RolloutScheduler,
 )
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
@@ -131,6 +134,18 @@ def test_program_that_takes_too_long_is_killed_with_its_children(tmp_path: Path)
         listed = subprocess.run(command, check=False, capture_output=True, text=True)
         states = listed.stdout.split()
     assert all(state.startswith("Z") for state in states)
+
+
+@needs_waitid
+def test_group_of_a_program_is_killed_before_its_id_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed = check_group_ids(monkeypatch, agent_environment)
+    with pytest.raises(IdleAgentError):
+        run_programs("true")
+    with pytest.raises(EnvironmentTimeoutError):
+        run_programs("sleep 1000", step_timeout_s=0.2)
+    assert len(killed) == 2
 
 
 @pytest.mark.parametrize(

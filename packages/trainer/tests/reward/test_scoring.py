@@ -1,23 +1,21 @@
 """Scoring a batch: failures are counted, in threads and in worker processes alike."""
 
 import errno
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from packages.trainer.tests.process_groups_for_tests import check_group_ids, needs_waitid
 from temper_engine_api.errors import ConfigError
 from temper_trainer import redaction
 from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
-from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.reward import reward_processes
 from temper_trainer.reward.registry import register_reward
 from temper_trainer.reward.reward_calls import Item
@@ -184,32 +182,12 @@ def test_program_that_a_call_has_started_ends_with_its_time_limit(tmp_path: Path
         assert find_left([int((tmp_path / "program").read_text())]) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose waitid has WNOWAIT")
+@needs_waitid
 @pytest.mark.parametrize("text", ["die", "hang"])
 def test_group_of_a_worker_is_killed_once_and_before_its_id_is_free(
     monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    killed = []
-
-    def check_id_is_used(group: int) -> None:
-        # As the start of any other process does, this waits for those that have died.
-        multiprocessing.active_children()
-        # Raises ChildProcessError if the process was waited for, so that its id may be reused.
-        os.waitid(os.P_PID, group, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-
-    def kill(group: int) -> None:
-        check_id_is_used(group)
-        killed.append(group)
-        kill_group(group)
-
-    @contextmanager
-    def watch(group: int) -> Iterator[None]:
-        with kill_group_on_exit(group):
-            yield
-        check_id_is_used(group)
-
-    monkeypatch.setattr(reward_processes, "kill_group", kill)
-    monkeypatch.setattr(reward_processes, "kill_group_on_exit", watch)
+    killed = check_group_ids(monkeypatch, reward_processes)
     with Scorer(replace(PATIENT, num_workers=1)) as scorer:
         scores = scorer.score(items(text, "2"))
     assert [score.reward for score in scores] == [None, 2.0]

@@ -6,9 +6,12 @@ import inspect
 import json
 import os
 import shlex
+import subprocess
 from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import IO
 
 from transformers import PreTrainedTokenizerBase
 
@@ -20,7 +23,7 @@ from temper_trainer.environment.gateway.gateway_server import GatewayServer, Gat
 from temper_trainer.environment.gateway.responses import MODEL
 from temper_trainer.environment.protocol import AgentOutcome, SampleFunction
 from temper_trainer.environment.tool_calls import CallMarkers
-from temper_trainer.process_groups import kill_group, kill_group_on_exit
+from temper_trainer.process_groups import has_ended, kill_group, kill_group_on_exit
 from temper_trainer.settings.names import import_object
 from temper_trainer.types import Prompt
 
@@ -162,8 +165,8 @@ class AgentProgram:
     command: list[str]
     variables: list[str]
     """Names of variables that it gets from this process, besides `INHERITED_VARIABLES`."""
-    _processes: set[asyncio.subprocess.Process] = field(default_factory=set)
-    """Processes that have not been waited for."""
+    _ends: set["Future[int]"] = field(default_factory=set)
+    """Statuses of processes that were killed and are being waited for."""
 
     async def run(self, task: AgentTask) -> float:
         """Run the program, and return the reward that it printed.
@@ -171,15 +174,16 @@ class AgentProgram:
         Raises:
             AgentFailedError: If it ends with another status than 0.
         """
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+        # Not a process of asyncio, which waits for it at its end: its group could then not be
+        # killed any more, because other processes may get its id.
+        process = subprocess.Popen(
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             env=self._make_variables(task),
             start_new_session=True,
         )
-        self._processes.add(process)
         async with asyncio.TaskGroup() as tasks:
             # They must be read while the program runs, or it would wait for that.
             streams = [
@@ -187,14 +191,17 @@ class AgentProgram:
             ]
             try:
                 with kill_group_on_exit(process.pid):
-                    await _write(process, task)
-                    status = await process.wait()
+                    _threads.start(_write, process.stdin, task)
+                    await _threads.call(has_ended, process, is_waiting=True)
             finally:
                 # Its children too, which may hold its streams open.
                 kill_group(process.pid)
-        self._processes.discard(process)
+                end = _threads.start(process.wait)
+                self._ends.add(end)
+                end.add_done_callback(self._ends.discard)
         output, errors = (each.result() for each in streams)
-        if status:
+        # At once, because it has ended. To await `end` here would cancel it with this rollout.
+        if status := process.wait():
             raise AgentFailedError(
                 f"the agent of prompt {task.prompt.prompt_id} ({task.prompt.location}) ended with "
                 f"status {status}; its errors end with: {errors.strip()[-2000:]}"
@@ -203,7 +210,7 @@ class AgentProgram:
 
     async def close(self) -> None:
         """Wait for programs that were killed because their rollouts were cancelled."""
-        await asyncio.gather(*(process.wait() for process in self._processes))
+        await asyncio.gather(*map(asyncio.wrap_future, set(self._ends)))
 
     def _make_variables(self, task: AgentTask) -> dict[str, str]:
         names = (*INHERITED_VARIABLES, *self.variables)
@@ -231,9 +238,9 @@ def _wrap_function(function: AgentFunction) -> Callable[[AgentTask], Awaitable[f
     return run
 
 
-async def _write(process: asyncio.subprocess.Process, task: AgentTask) -> None:
+def _write(stream: IO[bytes] | None, task: AgentTask) -> None:
     """Write the task as one line of JSON to a program, which need not read it."""
-    assert process.stdin is not None
+    assert stream is not None
     line = json.dumps(
         {
             "prompt_id": task.prompt.prompt_id,
@@ -242,22 +249,28 @@ async def _write(process: asyncio.subprocess.Process, task: AgentTask) -> None:
         },
         default=str,
     )
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        process.stdin.write(line.encode() + b"\n")
-        await process.stdin.drain()
-    process.stdin.close()
+    # Closing the stream writes what is left in its buffer.
+    with contextlib.suppress(BrokenPipeError), stream:
+        stream.write(line.encode() + b"\n")
 
 
-async def _read_end(stream: asyncio.StreamReader | None) -> str:
+async def _read_end(stream: IO[bytes] | None) -> str:
     """Read a stream to its end, and return its last bytes."""
     assert stream is not None
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), stream
+    )
     kept: deque[bytes] = deque()
     num_bytes = 0
-    while part := await stream.read(_KEPT_BYTES):
-        kept.append(part)
-        num_bytes += len(part)
-        while num_bytes - len(kept[0]) >= _KEPT_BYTES:
-            num_bytes -= len(kept.popleft())
+    try:
+        while part := await reader.read(_KEPT_BYTES):
+            kept.append(part)
+            num_bytes += len(part)
+            while num_bytes - len(kept[0]) >= _KEPT_BYTES:
+                num_bytes -= len(kept.popleft())
+    finally:
+        transport.close()
     return b"".join(kept).decode("utf-8", errors="replace")
 
 

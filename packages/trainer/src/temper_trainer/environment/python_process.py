@@ -5,12 +5,12 @@ import selectors
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from temper_trainer.process_groups import kill_group, kill_group_on_exit
+from temper_trainer.process_groups import has_ended, kill_group, kill_group_on_exit
 
 MAX_OUTPUT_BYTES = 1 << 16
 """Bytes of stdout, and of stderr, after which a program is killed."""
@@ -148,20 +148,23 @@ def run_process(
     with ExitStack() as stack:
         stack.enter_context(process)
         pipes = stack.enter_context(closing(_Pipes(process, stdin)))
-        if has_watcher:
-            stack.enter_context(kill_group_on_exit(process.pid))
-        try:
-            watched = None if watch is None else stack.enter_context(watch(process.pid))
-            while process.poll() is None and killed is None:
-                pipes.transfer(min(_POLL_S, max(0.0, deadline - time.monotonic())))
-                if time.monotonic() >= deadline and process.poll() is None:
-                    killed = KillReason(reason=f"no result within {timeout_s:g} s", is_timeout=True)
-                elif pipes.is_full:
-                    killed = _TOO_MUCH_OUTPUT
-                elif watched is not None:
-                    watched.check()
-        finally:
-            kill_group(process.pid)
+        # The process is not waited for before the group and its watcher are killed: its id may
+        # belong to other processes afterwards.
+        with kill_group_on_exit(process.pid) if has_watcher else nullcontext():
+            try:
+                watched = None if watch is None else stack.enter_context(watch(process.pid))
+                while not has_ended(process) and killed is None:
+                    pipes.transfer(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+                    if time.monotonic() >= deadline and not has_ended(process):
+                        killed = KillReason(
+                            reason=f"no result within {timeout_s:g} s", is_timeout=True
+                        )
+                    elif pipes.is_full:
+                        killed = _TOO_MUCH_OUTPUT
+                    elif watched is not None:
+                        watched.check()
+            finally:
+                kill_group(process.pid)
         process.wait()
         if killed is None:
             killed = None if watched is None else watched.wait()
