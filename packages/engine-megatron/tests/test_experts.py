@@ -401,9 +401,10 @@ def test_new_mixture_of_experts_has_the_names_of_files(config, start):
     [
         ({"decoder_sparse_step": 2}, CapabilityError, "only some layers have experts"),
         ({"mlp_only_layers": [0]}, CapabilityError, "only some layers have experts"),
+        ({"num_experts_per_tok": 1}, CapabilityError, "chooses one expert per token"),
     ],
 )
-def test_model_with_experts_in_some_layers_is_refused(config, changes, error, match):
+def test_model_whose_experts_megatron_computes_otherwise_is_refused(config, changes, error, match):
     with pytest.raises(error, match=match):
         MegatronEngine(with_experts(config, **changes)).init_model()
 

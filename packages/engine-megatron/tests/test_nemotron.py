@@ -6,8 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
+from temper_engine_api.conformance.harness.measurements import TWO_MICRO_BATCHES
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
+from temper_engine_api.conformance.oracle.oracle_comparison import check_outputs, check_update
 from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.engine import MegatronEngine
@@ -16,11 +21,20 @@ from temper_engine_megatron.huggingface.model_comparison import (
     check_computes_alike,
     list_untested_fields,
 )
+from temper_engine_megatron.layouts import LAYOUTS
 from temper_engine_megatron.model.transformer_settings import check_divisible_sizes
 
 FAMILY = FAMILIES["nemotron_h"]
 ARCHITECTURE = {**FAMILY.settings, **FAMILY.architecture}
 DENSE = {**ARCHITECTURE, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}
+VARIANTS = {
+    # Megatron refuses settings of experts in such a model.
+    "dense": {
+        "layers_block_type": [*("linear_attention", "mlp", "full_attention", "mlp")] * 2,
+    },
+    "narrow-experts": {"moe_latent_size": 16},
+}
+"""Models that the kit's family does not cover."""
 LORA = LoraSpec(rank=4, alpha=8.0)
 
 
@@ -31,6 +45,16 @@ def test_default_adapter_leaves_out_what_peft_refuses_in_mamba_layers(start):
     expected = ["down_proj", "in_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert sorted(peft_config["target_modules"]) == expected
     assert not any("out_proj" in name for name in tensors)
+
+
+def test_head_is_not_tied_because_transformers_ignores_that_setting(start):
+    tied = {**DENSE, "tie_word_embeddings": True}
+    with accept_untested_models():
+        engine = start(model=ModelSpec(architecture=tied))
+    with engine.export_weights() as stream:
+        weights = dict(stream)
+    head, embedding = weights["lm_head.weight"], weights["backbone.embeddings.weight"]
+    assert not torch.equal(head, embedding)
 
 
 def test_adapter_on_out_proj_of_mamba_layers_is_refused(config):
@@ -100,3 +124,35 @@ def test_shared_experts_that_do_not_split_are_refused(config):
     settings = translate("ME*", moe_shared_expert_intermediate_size=25)
     with pytest.raises(ConfigError, match="25 rows of the shared experts' matrices"):
         check_divisible_sizes(settings, split)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("variant", "name"),
+    [
+        *(("dense", name) for name in ("tp2", "tp2-sp", "pp2-vpp2", "cp2")),
+        *(("narrow-experts", name) for name in ("tp2-sp", "tp2-sp-ep2", "pp2-vpp2", "cp2", "ep2")),
+    ],
+)
+def test_variant_computes_as_in_transformers_on_two_ranks(rank_pool, oracle, variant, name):
+    model = replace(
+        FAMILY,
+        name=f"nemotron-{variant}",
+        architecture={**FAMILY.architecture, **VARIANTS[variant]},
+    )
+    (layout,) = (layout for layout in LAYOUTS if layout.name == name)
+    ranks = EngineUnderTest(
+        engine="megatron",
+        capabilities=MegatronEngine.capabilities,
+        layout=layout,
+        all_layouts=(layout,),
+        rank_pool=rank_pool,
+    )
+    setup = oracle.make_setup(model)
+    # Here, where it may take long; the ranks then find its result.
+    check_computes_alike(AutoConfig.from_pretrained(setup.model_path), collective_timeout_s=600.0)
+    arguments = {"setup": setup, "batch": oracle.get_batch(model=model)}
+    requested = [HeadOutput.LOGPROB, HeadOutput.ENTROPY]
+    check_outputs(ranks, oracle, head_outputs=requested, **arguments)
+    check_update(ranks, oracle, objective=ClippedPpoProbe(), split=TWO_MICRO_BATCHES, **arguments)

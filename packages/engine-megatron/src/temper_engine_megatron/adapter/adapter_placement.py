@@ -23,7 +23,7 @@ from temper_engine_megatron.adapter.linear_adapters import (
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.config import MegatronConfig
-from temper_engine_megatron.huggingface.huggingface_model import list_weight_modules
+from temper_engine_megatron.huggingface.huggingface_model import has_tied_head, list_weight_modules
 from temper_engine_megatron.huggingface.weight_names import (
     ATTENTION_LINEARS,
     EXPERT_LINEARS,
@@ -203,7 +203,7 @@ def plan_placement(
         expert_tensors=expert_tensors,
         head=head,
     )
-    if plan.trains_head and head == "lm_head" and hf_config.tie_word_embeddings:
+    if plan.trains_head and head == "lm_head" and has_tied_head(hf_config):
         raise ConfigError(
             "lora.modules_to_save names lm_head, but this model ties it to the input embedding: "
             "choose an untied model."

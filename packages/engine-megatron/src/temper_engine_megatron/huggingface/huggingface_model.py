@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -89,6 +90,15 @@ def check_has_head(spec: ModelSpec, hf_config: PretrainedConfig) -> None:
             f"transformers has no {hf_config.model_type} model with a head for tokens, which a "
             "value or reward model needs: choose another model for it, such as qwen3 or llama."
         )
+
+
+def has_tied_head(hf_config: PretrainedConfig) -> bool:
+    """Return True if the head of transformers' language model is its embedding.
+
+    Nemotron-H has a head of its own, whatever its config says.
+    """
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    return bool(hf_config.tie_word_embeddings and model_class._tied_weights_keys)
 
 
 def _first_sentence(error: Exception) -> str:

@@ -16,6 +16,7 @@ from temper_engine_api.distributed.process_group import choose_device
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.huggingface.huggingface_model import has_tied_head
 from temper_engine_megatron.model.config_overrides import to_megatron_values
 from temper_engine_megatron.model.rotary_frequencies import (
     compute_rotary_frequencies,
@@ -108,8 +109,7 @@ def configure_transformer(
         **_attention_fields(transformer_config, hf_config),
         **_latent_fields(transformer_config, hf_config),
         "vocab_size": padded_vocab_size,
-        "share_embeddings_and_output_weights": is_language_model
-        and bool(hf_config.tie_word_embeddings),
+        "share_embeddings_and_output_weights": is_language_model and has_tied_head(hf_config),
         # Apply overrides last, so that they replace the engine's values.
         **to_megatron_values(config.override_transformer_config),
     }
@@ -255,7 +255,7 @@ def _expert_fields(
     """Return the additional fields for an MoE model; none for a dense model.
 
     Raises:
-        CapabilityError: If only some layers have experts.
+        CapabilityError: If only some layers have experts, or a token has one.
         ConfigError: If its experts cannot be divided like this, or a dense model has settings of
             experts.
     """
@@ -267,6 +267,13 @@ def _expert_fields(
         raise CapabilityError(
             "the Megatron engine does not support models in which only some layers have experts: "
             "use the FSDP engine."
+        )
+    is_normalized = hf_fields.get("norm_topk_prob", True)
+    if transformer_config.moe_router_topk == 1 and is_normalized:
+        raise CapabilityError(
+            "the model chooses one expert per token (num_experts_per_tok is 1). transformers "
+            "divides its weight by itself, which Megatron refuses or leaves out: use the FSDP "
+            "engine."
         )
     if transformer_config.num_moe_experts % config.expert_parallel:
         raise ConfigError(
@@ -291,7 +298,7 @@ def _expert_fields(
         "moe_z_loss_coeff": config.router_z_loss or None,
         # True computes the softmax over all experts, and keeps the chosen probabilities as they
         # are. False computes the softmax over the chosen experts only.
-        "moe_router_pre_softmax": not hf_fields.get("norm_topk_prob", True),
+        "moe_router_pre_softmax": not is_normalized,
         # Overlapping shared experts needs CUDA streams.
         "moe_shared_expert_overlap": False,
         # The engine does not train these biases, so they stay as they are in the files.
@@ -314,11 +321,6 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
             f"the model chooses {transformer_config.moe_router_topk} experts in {num_chosen} of "
             f"{num_groups} groups. transformers ranks groups by their two best experts, Megatron "
             "by as many as it takes from each group, so the two must be equal: use the FSDP engine."
-        )
-    if transformer_config.moe_router_topk == 1:
-        raise CapabilityError(
-            "the model chooses one expert per token (num_experts_per_tok is 1). transformers "
-            "divides its sigmoid score by itself, Megatron does not: use the FSDP engine."
         )
     if not hf_fields.get("norm_topk_prob", True):
         raise CapabilityError(
