@@ -331,15 +331,15 @@ FAULTY_ENGINES = (
     ),
     FaultyEngine(
         inputs.OmitsBuffersFromExport,
-        ("test_model_settings::test_persistent_buffers_are_exported",),
+        ("test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed",),
     ),
     FaultyEngine(
         inputs.IgnoresLoadedBuffers,
-        ("test_model_settings::test_persistent_buffers_are_exported",),
+        ("test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed",),
     ),
     FaultyEngine(
         inputs.OmitsBuffersFromCheckpoints,
-        ("test_model_settings::test_persistent_buffers_are_exported",),
+        ("test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed",),
     ),
     FaultyEngine(
         inputs.SumsRouterLosses,

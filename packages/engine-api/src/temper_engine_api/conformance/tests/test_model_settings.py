@@ -170,7 +170,7 @@ def test_dropout_of_the_model_is_on_in_training_only(
     )
 
 
-def test_persistent_buffers_are_exported(
+def test_persistent_buffers_are_exported_loaded_and_resumed(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:
     """Compare exported tensors with the model's file, which contains buffers.
