@@ -42,6 +42,20 @@ class IgnoresRsloraOfNewAdapter(_ChangedLora):
         return {**config, "use_rslora": True}, tensors
 
 
+class IgnoresDoraOfNewAdapter(_ChangedLora):
+    """Builds a new adapter without the magnitudes that ``dora`` asks for."""
+
+    def _change(self, lora):
+        return lora if lora.path else replace(lora, dora=False)
+
+
+class IgnoresTargetModules(_ChangedLora):
+    """Adapts all linear layers although ``target_modules`` of a new adapter names some of them."""
+
+    def _change(self, lora):
+        return lora if lora.path else replace(lora, target_modules="all-linear")
+
+
 class AdaptsExcludedModules(_ChangedLora):
     """Also adapts the modules that ``exclude_modules`` of a new adapter names."""
 

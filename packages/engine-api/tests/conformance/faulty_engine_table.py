@@ -88,7 +88,9 @@ UNSHARD = "test_batch::test_unshard_restores_the_sharded_batch"
 DROPOUT = "test_model_settings::test_dropout_of_the_model_is_on_in_training_only"
 SGD = "test_settings::test_two_updates_of_sgd_match_those_by_hand"
 AFTER_PASSES = "test_failed_call::test_exception_after_the_passes_fails_the_update"
+BUFFERS = "test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed"
 STREAM = "test_call_order::test_weight_stream_does_not_mix_two_versions"
+NEW_ADAPTER = "test_adapter::test_new_adapter_has_the_requested_layers_and_scale"
 REPORTED = "test_failed_call::test_other_ranks_report_the_rank_that_failed"
 
 FAULTY_ENGINES = (
@@ -329,18 +331,9 @@ FAULTY_ENGINES = (
         inputs.IgnoresNormEpsilon,
         ("test_model_settings::test_norm_epsilon_of_the_model_is_used",),
     ),
-    FaultyEngine(
-        inputs.OmitsBuffersFromExport,
-        ("test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed",),
-    ),
-    FaultyEngine(
-        inputs.IgnoresLoadedBuffers,
-        ("test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed",),
-    ),
-    FaultyEngine(
-        inputs.OmitsBuffersFromCheckpoints,
-        ("test_model_settings::test_persistent_buffers_are_exported_loaded_and_resumed",),
-    ),
+    FaultyEngine(inputs.OmitsBuffersFromExport, (BUFFERS,)),
+    FaultyEngine(inputs.IgnoresLoadedBuffers, (BUFFERS,)),
+    FaultyEngine(inputs.OmitsBuffersFromCheckpoints, (BUFFERS,)),
     FaultyEngine(
         inputs.SumsRouterLosses,
         ("test_router::test_router_loss_matches_transformers",),
@@ -543,22 +536,12 @@ FAULTY_ENGINES = (
         (REPORTED, "test_failed_call::test_lost_connection_ends_the_call_on_every_rank"),
         2,
     ),
-    FaultyEngine(
-        adapters.IgnoresAlphaOfNewAdapter,
-        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
-    ),
-    FaultyEngine(
-        adapters.AdaptsAttentionOnly,
-        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
-    ),
-    FaultyEngine(
-        adapters.IgnoresRsloraOfNewAdapter,
-        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
-    ),
-    FaultyEngine(
-        adapters.AdaptsExcludedModules,
-        ("test_adapter::test_new_adapter_has_the_requested_layers_and_scale",),
-    ),
+    FaultyEngine(adapters.IgnoresAlphaOfNewAdapter, (NEW_ADAPTER,)),
+    FaultyEngine(adapters.AdaptsAttentionOnly, (NEW_ADAPTER,)),
+    FaultyEngine(adapters.IgnoresRsloraOfNewAdapter, (NEW_ADAPTER,)),
+    FaultyEngine(adapters.IgnoresDoraOfNewAdapter, (NEW_ADAPTER,)),
+    FaultyEngine(adapters.IgnoresTargetModules, (NEW_ADAPTER,)),
+    FaultyEngine(adapters.AdaptsExcludedModules, (NEW_ADAPTER,)),
     FaultyEngine(
         adapters.IgnoresAdapterDropout, ("test_adapter::test_adapter_dropout_is_on_in_training",)
     ),

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,6 @@ from temper_engine_api.conformance.harness.measurements import (
     TWO_MICRO_BATCHES,
     collect_weights,
     load_and_train,
-    measure_outputs,
     measure_update,
     measure_updates,
     rank_slice,
@@ -47,7 +47,6 @@ from temper_engine_api.conformance.oracle.oracle_comparison import check_update
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError, WeightError
 from temper_engine_api.objective import HeadOutput
-from temper_engine_api.outputs import ForwardOutputs
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 
 pytestmark = pytest.mark.if_claimed(Capability.ADAPTER)
@@ -134,11 +133,16 @@ def test_new_adapter_changes_no_output(
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     fresh = replace(setup, lora=oracle.make_lora_spec(rank=4))
     expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
-    outputs = engine_under_test.run(
-        measure_outputs, setup=fresh, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
-    )[0]
+    logprobs = engine_under_test.run(measure_logprobs, setup=fresh, batch=batch)[0]
+    assert_logprobs(engine_under_test, logprobs, expected, batch=batch)
+
+
+def assert_logprobs(
+    engine_under_test: EngineUnderTest, logprobs: Tensor, expected: Tensor, *, batch: SequenceBatch
+) -> None:
+    """Compare log-probs; a failure also names the data-parallel rank."""
     assert_close(
-        outputs.columns[HeadOutput.LOGPROB],
+        logprobs,
         expected,
         LOGPROB,
         quantity="log-probs",
@@ -147,41 +151,54 @@ def test_new_adapter_changes_no_output(
     )
 
 
+def measure_logprobs(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Tensor:
+    """Return log-probs [T] in batch order."""
+    return compute_logprobs(rank.cached_engine(setup), batch)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {
+            "rslora": True,
+            "dora": True,
+            "target_modules": ("q_proj", "v_proj", "o_proj"),
+            "exclude_modules": ("o_proj",),
+        },
+    ],
+    ids=["all-linear", "attention-rslora-dora"],
+)
 def test_new_adapter_has_the_requested_layers_and_scale(
-    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    fields: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """A new adapter has PEFT's layers for the same settings, and its gradient has their scale.
 
     The oracle loads the exported adapter with the requested alpha, and computes the gradient.
     """
     setup, batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
-    plain = oracle.make_lora_spec(rank=4)
-    scaled = replace(
-        plain,
-        rslora=True,
-        dora=True,
-        target_modules=("q_proj", "v_proj", "o_proj"),
-        exclude_modules=("o_proj",),
+    lora = replace(oracle.make_lora_spec(rank=4), **fields)
+    new = replace(setup, lora=lora)
+    config, tensors = engine_under_test.run(export_adapter, setup=new)[0]
+    _, oracle_tensors = oracle.run(export_adapter, setup=new)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tensor.shape for name, tensor in oracle_tensors.items()
+    }
+    assert (config["r"], config["lora_alpha"]) == (lora.rank, lora.alpha)
+    # PEFT reads an absent setting as False.
+    for name, value in (("use_rslora", lora.rslora), ("use_dora", lora.dora)):
+        assert config.get(name, False) == value, f"{name} must be {value}"
+    folder = save_adapter(config, tensors, folder=tmp_path / "adapter")
+    expected = oracle.get_update(
+        replace(setup, lora=LoraSpec(path=str(folder))), ClippedPpoProbe(), batch
     )
-    for number, lora in enumerate((plain, scaled)):
-        new = replace(setup, lora=lora)
-        config, tensors = engine_under_test.run(export_adapter, setup=new)[0]
-        _, oracle_tensors = oracle.run(export_adapter, setup=new)
-        assert {name: tensor.shape for name, tensor in tensors.items()} == {
-            name: tensor.shape for name, tensor in oracle_tensors.items()
-        }
-        assert (config["r"], config["lora_alpha"]) == (lora.rank, lora.alpha)
-        # PEFT reads an absent setting as False.
-        for name, value in (("use_rslora", lora.rslora), ("use_dora", lora.dora)):
-            assert config.get(name, False) == value, f"{name} must be {value}"
-        folder = save_adapter(config, tensors, folder=tmp_path / f"adapter-{number}")
-        expected = oracle.get_update(
-            replace(setup, lora=LoraSpec(path=str(folder))), ClippedPpoProbe(), batch
-        )
-        update = engine_under_test.run(
-            measure_update, setup=new, objective=ClippedPpoProbe(), batch=batch
-        )[0]
-        assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
+    update = engine_under_test.run(
+        measure_update, setup=new, objective=ClippedPpoProbe(), batch=batch
+    )[0]
+    assert_all_close(update.gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
 @every_adapter
@@ -220,14 +237,18 @@ def trained(
     """Train one adapter for three tests, which have the same parameters."""
     key = request.node.callspec.id
     if key not in trained_adapters:
-        setup, batch = (
-            oracle.make_adapter_setup(adapter, optimizer=ADAMW),
-            oracle.get_batch(model=adapter.model),
-        )
-        trained_adapters[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[
-            0
-        ]
+        setup, batch = get_trained_case(oracle, adapter)
+        results = engine_under_test.run(train_adapter, setup=setup, batch=batch)
+        trained_adapters[key] = results[0]
     return trained_adapters[key]
+
+
+def get_trained_case(
+    oracle: OracleCache, adapter: TinyAdapter
+) -> tuple[EngineSetup, SequenceBatch]:
+    """Return setup and mini-batch of `trained`."""
+    setup = oracle.make_adapter_setup(adapter, optimizer=ADAMW)
+    return setup, oracle.get_batch(model=adapter.model)
 
 
 @every_adapter
@@ -238,10 +259,7 @@ def test_adapter_loads_in_peft_with_same_logits(
 
     The oracle loads the saved directory with `PeftModel.from_pretrained`.
     """
-    setup, batch = (
-        oracle.make_adapter_setup(adapter, optimizer=ADAMW),
-        oracle.get_batch(model=adapter.model),
-    )
+    setup, batch = get_trained_case(oracle, adapter)
     folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
     expected = oracle.get_outputs(
         replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
@@ -254,10 +272,7 @@ def test_merged_weights_give_same_logits_in_transformers(
     trained: "TrainedAdapter", oracle: OracleCache, adapter: TinyAdapter, tmp_path: Path
 ) -> None:
     """Exported weights include the adapter and give the same log-probs in transformers."""
-    setup, batch = (
-        oracle.make_adapter_setup(adapter, optimizer=ADAMW),
-        oracle.get_batch(model=adapter.model),
-    )
+    setup, batch = get_trained_case(oracle, adapter)
     shutil.copy(Path(setup.model_path) / "config.json", tmp_path)
     save_file(
         {name: tensor.contiguous() for name, tensor in trained.weights.items()},
@@ -278,10 +293,7 @@ def test_disabled_adapter_gives_base_logprobs(
 
     The adapter is active again outside.
     """
-    setup, batch = (
-        oracle.make_adapter_setup(adapter, optimizer=ADAMW),
-        oracle.get_batch(model=adapter.model),
-    )
+    setup, batch = get_trained_case(oracle, adapter)
     base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
     assert_close(
         trained.disabled_before,
@@ -303,17 +315,16 @@ def test_disabled_adapter_gives_base_logprobs(
 
 
 class TrainedAdapter:
-    """Measurements of an engine with an adapter, before and after one update per batch."""
+    """Measurements of an engine with an adapter, before and after one update."""
 
-    def __init__(self, engine: BaseEngine, *, batches: list[SequenceBatch]) -> None:
-        uninterrupted = batches[0]
+    def __init__(self, engine: BaseEngine, *, batch: SequenceBatch) -> None:
         with engine.disable_adapter():
-            self.disabled_before = compute_logprobs(engine, uninterrupted)
-        train(engine, batches)
-        self.logprobs = compute_logprobs(engine, uninterrupted)
+            self.disabled_before = compute_logprobs(engine, batch)
+        train(engine, [batch])
+        self.logprobs = compute_logprobs(engine, batch)
         with engine.disable_adapter():
-            self.disabled_after = compute_logprobs(engine, uninterrupted)
-        self.logprobs_again = compute_logprobs(engine, uninterrupted)
+            self.disabled_after = compute_logprobs(engine, batch)
+        self.logprobs_again = compute_logprobs(engine, batch)
         self.adapter = engine.export_adapter()
         self.weights = collect_weights(engine)
 
@@ -331,11 +342,9 @@ def compute_logprobs(engine: BaseEngine, batch: SequenceBatch) -> Tensor:
     ]
 
 
-def train_adapter(
-    rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch]
-) -> TrainedAdapter:
+def train_adapter(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> TrainedAdapter:
     """Train an adapter in a temporary engine."""
-    return TrainedAdapter(rank.temporary_engine(setup), batches=batches)
+    return TrainedAdapter(rank.temporary_engine(setup), batch=batch)
 
 
 def test_adapter_checkpoint_resumes_bitwise(
@@ -398,38 +407,25 @@ def test_load_adapter_replaces_the_adapter(
     setup, batch = oracle.make_adapter_setup(PLAIN), oracle.get_batch()
     other = oracle.make_adapter_setup(PLAIN, seed=1)
     content = read_adapter(Path(str(other.lora.path)))
-    outputs, exported = engine_under_test.run(
-        outputs_with_adapter, setup=setup, content=content, batch=batch
+    logprobs, exported = engine_under_test.run(
+        logprobs_with_adapter, setup=setup, content=content, batch=batch
     )[0]
     assert_all_equal(exported, content[1], quantity="adapter exported after load_adapter")
-    assert_close(
-        outputs.columns[HeadOutput.LOGPROB],
-        oracle.get_outputs(other, batch, HeadOutput.LOGPROB),
-        LOGPROB,
-        quantity="log-probs",
-        batch=batch,
-        num_ranks=engine_under_test.num_data_ranks,
-    )
+    expected = oracle.get_outputs(other, batch, HeadOutput.LOGPROB)
+    assert_logprobs(engine_under_test, logprobs, expected, batch=batch)
 
 
-def outputs_with_adapter(
+def logprobs_with_adapter(
     rank: Rank,
     *,
     setup: EngineSetup,
     content: tuple[dict[str, object], dict[str, Tensor]],
     batch: SequenceBatch,
-) -> tuple[ForwardOutputs, dict[str, Tensor]]:
-    """Load an adapter into an engine that started with another one; return outputs and adapter."""
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Load an adapter into an engine that has another one; return log-probs and the adapter."""
     engine = rank.temporary_engine(setup)
     engine.load_adapter(*content)
-    with engine.eval_mode():
-        result = engine.forward_backward_batch(
-            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
-            forward_only=True,
-            outputs=[HeadOutput.LOGPROB],
-        )
-    outputs = engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
-    return outputs, dict(engine.export_adapter()[1])
+    return compute_logprobs(engine, batch), dict(engine.export_adapter()[1])
 
 
 def test_invalid_adapter_is_rejected_without_changes(
@@ -477,21 +473,11 @@ def test_adapter_dropout_is_off_in_eval(
         assert any(name in message for name in engine_under_test.layout.fields), message
         return
     first, second = (
-        engine_under_test.run(
-            measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
-        )[0]
-        for _ in range(2)
+        engine_under_test.run(measure_logprobs, setup=setup, batch=batch)[0] for _ in range(2)
     )
-    assert first.columns[HeadOutput.LOGPROB].equal(second.columns[HeadOutput.LOGPROB])
+    assert first.equal(second)
     expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
-    assert_close(
-        first.columns[HeadOutput.LOGPROB],
-        expected,
-        LOGPROB,
-        quantity="log-probs",
-        batch=batch,
-        num_ranks=engine_under_test.num_data_ranks,
-    )
+    assert_logprobs(engine_under_test, first, expected, batch=batch)
 
 
 def test_evaluation_after_training_has_no_dropout(
@@ -509,14 +495,7 @@ def test_evaluation_after_training_has_no_dropout(
     logprobs = engine_under_test.run(logprobs_after_an_update, setup=setup, batch=batch)[0]
     # The optimizer's learning rate is 0.
     expected = oracle.get_outputs(oracle.make_adapter_setup(PLAIN), batch, HeadOutput.LOGPROB)
-    assert_close(
-        logprobs,
-        expected,
-        LOGPROB,
-        quantity="log-probs after an update",
-        batch=batch,
-        num_ranks=engine_under_test.num_data_ranks,
-    )
+    assert_logprobs(engine_under_test, logprobs, expected, batch=batch)
 
 
 def test_adapter_dropout_is_on_in_training(
@@ -542,10 +521,7 @@ def test_adapter_dropout_is_on_in_training(
 def logprobs_after_an_update(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> Tensor:
     """Run one update, then evaluate."""
     train(rank.cached_engine(setup), [batch])
-    outputs = measure_outputs(
-        rank, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
-    )
-    return outputs.columns[HeadOutput.LOGPROB]
+    return measure_logprobs(rank, setup=setup, batch=batch)
 
 
 def read_dropout_error(rank: Rank, *, setup: EngineSetup) -> str:

@@ -151,9 +151,8 @@ def trained(
             oracle.make_adapter_setup(adapter, optimizer=ADAMW),
             oracle.get_batch(model=adapter.model),
         )
-        trained_adapters[key] = engine_under_test.run(train_adapter, setup=setup, batches=[batch])[
-            0
-        ]
+        results = engine_under_test.run(train_adapter, setup=setup, batch=batch)
+        trained_adapters[key] = results[0]
     return trained_adapters[key]
 
 
