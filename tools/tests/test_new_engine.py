@@ -120,6 +120,29 @@ def test_new_engine_passes_the_tests_of_call_orders_and_failures(tmp_path: Path)
 def test_new_engine_checks_saved_buffers_before_it_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    engine, new = write_tiny_state(tmp_path, monkeypatch)
+    saved = torch.load(tmp_path / engine.STATE_FILE)
+    saved["buffers"]["other"] = torch.zeros(1)
+    torch.save(saved, tmp_path / engine.STATE_FILE)
+    with pytest.raises(CheckpointError, match="unexpected other"):
+        new._read_state(str(tmp_path))
+
+
+def test_new_engine_reads_a_state_that_was_saved_without_buffers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, new = write_tiny_state(tmp_path, monkeypatch)
+    saved = torch.load(tmp_path / engine.STATE_FILE)
+    del saved["buffers"]
+    torch.save(saved, tmp_path / engine.STATE_FILE)
+    new._read_state(str(tmp_path))
+    new._model.register_buffer("other", torch.zeros(1))
+    with pytest.raises(CheckpointError, match="missing other"):
+        new._read_state(str(tmp_path))
+
+
+def write_tiny_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """Return the template's module, and an engine that has written its state to the folder."""
     monkeypatch.syspath_prepend(TEMPLATE / "src")
     config, engine = (importlib.import_module(f"my_engine.{name}") for name in ("config", "engine"))
     tiny: dict[str, Any] = {
@@ -131,12 +154,8 @@ def test_new_engine_checks_saved_buffers_before_it_loads(
     tiny |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
     new = engine.MyEngine(config.MyConfig(model=ModelSpec(architecture=tiny)))
     new.init_model()
-    new._write_state(str(tmp_path))
-    saved = torch.load(tmp_path / engine.STATE_FILE)
-    saved["buffers"]["other"] = torch.zeros(1)
-    torch.save(saved, tmp_path / engine.STATE_FILE)
-    with pytest.raises(CheckpointError, match="unexpected other"):
-        new._read_state(str(tmp_path))
+    new._write_state(str(folder))
+    return engine, new
 
 
 @pytest.mark.nightly

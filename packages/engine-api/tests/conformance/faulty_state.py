@@ -246,9 +246,10 @@ class SkipsManifestCheck(DataParallelOracle):
 class LoadsOtherModels(DataParallelOracle):
     """Loads the matching part of another model's checkpoint."""
 
-    def _check_saved(self, masters, *, directory):
+    def _check_saved(self, tensors, *, directory):
+        known = self.parameters().keys() | self.buffers().keys()
         super()._check_saved(
-            {name: master for name, master in masters.items() if name in self.parameters()},
+            {name: tensor for name, tensor in tensors.items() if name in known},
             directory=directory,
         )
 

@@ -1,5 +1,6 @@
 """Test the oracle against formulas that it does not use itself."""
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -10,7 +11,14 @@ from temper_engine_api.conformance.harness.measurements import (
 )
 from temper_engine_api.conformance.harness.rank import Rank
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, SftProbe
-from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, REWARD, VALUE
+from temper_engine_api.conformance.inputs.tiny_models import (
+    BUFFERS,
+    QWEN2_GROUPED,
+    REWARD,
+    VALUE,
+)
+from temper_engine_api.conformance.oracle.oracle_engine import STATE_FILE
+from temper_engine_api.errors import CheckpointError
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import OptimizerSpec
 
@@ -72,6 +80,26 @@ def test_gradient_equals_that_of_the_padded_mean_cross_entropy(shared):
     for name, parameter in engine.parameters().items():
         assert torch.allclose(measured[name], parameter.grad, atol=2e-6), name
     engine.optimizer_zero_grad()
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected"])
+def test_checkpoint_with_other_buffers_changes_nothing(shared, tmp_path, change):
+    oracle = shared.oracle
+    engine = oracle.rank.temporary_engine(oracle.make_setup(BUFFERS))
+    engine._write_state(str(tmp_path))
+    state = torch.load(tmp_path / STATE_FILE)
+    if change == "missing":
+        state["buffers"].popitem()
+    else:
+        state["buffers"]["other"] = torch.zeros(1)
+    torch.save(state, tmp_path / STATE_FILE)
+    with torch.no_grad():
+        for parameter in engine.parameters().values():
+            parameter.add_(1.0)
+    before = {name: parameter.clone() for name, parameter in engine.parameters().items()}
+    with pytest.raises(CheckpointError, match=change):
+        engine._read_state(str(tmp_path))
+    assert all(parameter.equal(before[name]) for name, parameter in engine.parameters().items())
 
 
 def test_updates_equal_those_of_torch_adamw(shared):

@@ -245,7 +245,8 @@ class MyEngine(BaseEngine):
         """Load the files of `_write_state`, after a check of all names and shapes."""
         saved = torch.load(Path(directory) / STATE_FILE, weights_only=True)
         tensors = {name: master for name, (master, *_) in saved["state"].items()}
-        tensors |= saved["buffers"]
+        buffers = saved.get("buffers", {})
+        tensors |= buffers
         # Check everything first: a CheckpointError must leave the engine unchanged.
         check_saved_entries(
             [_entry(name, tensor) for name, tensor in self._weights().items()],
@@ -255,7 +256,7 @@ class MyEngine(BaseEngine):
         for name, (master, first, second, count) in saved["state"].items():
             self._restore(name, master, first, second, count)
         for name, buffer in self._buffers().items():
-            buffer.copy_(saved["buffers"][name])
+            buffer.copy_(buffers[name])
         torch.set_rng_state(saved["random"])
 
     def _moments(self, parameter: nn.Parameter) -> Mapping[str, Tensor]:

@@ -310,9 +310,6 @@ class OracleEngine(BaseEngine):
         assert self.adapter is not None, "the base class checks this"
         self.adapter.load(config, tensors)
 
-    def _entries(self) -> list[WeightEntry]:
-        return [_entry(name, parameter) for name, parameter in self.parameters().items()]
-
     def _file_layout(self) -> FileLayout:
         """Return the layout of the trained parameters."""
         return FileLayout(self.model, self.parameters(), is_adapter=self.adapter is not None)
@@ -369,22 +366,22 @@ class OracleEngine(BaseEngine):
     def _read_state(self, directory: str) -> None:
         # weights_only, because a checkpoint from elsewhere must not be able to run code.
         state = torch.load(Path(directory) / STATE_FILE, weights_only=True)
-        self._check_saved(state["masters"], directory=directory)
+        self._check_saved({**state["masters"], **state["buffers"]}, directory=directory)
         with torch.no_grad():
             for name, parameter in self.parameters().items():
                 parameter.copy_(state["masters"][name])
-            buffers = self.buffers()
-            for name, saved in state["buffers"].items():
-                buffers[name].copy_(saved)
+            for name, buffer in self.buffers().items():
+                buffer.copy_(state["buffers"][name])
         self.first_moments, self.second_moments = state["first_moments"], state["second_moments"]
         self.update_counts = state["update_counts"]
         torch.set_rng_state(state["random"])
 
-    def _check_saved(self, masters: Mapping[str, Tensor], *, directory: str) -> None:
+    def _check_saved(self, tensors: Mapping[str, Tensor], *, directory: str) -> None:
         """Reject another model's checkpoint before anything changes."""
+        expected: dict[str, Tensor] = {**self.parameters(), **self.buffers()}
         check_saved_entries(
-            self._entries(),
-            [_entry(name, tensor) for name, tensor in masters.items()],
+            [_entry(name, tensor) for name, tensor in expected.items()],
+            [_entry(name, tensor) for name, tensor in tensors.items()],
             directory=directory,
         )
 
