@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -40,6 +41,16 @@ class ReplicatedBigram(BigramEngine):
         dist.all_reduce(torch.zeros(2))
         self.run_after_collectives()
         return super()._write_state(directory)
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True) -> None:
+        self._check_can_move(device)
+        self.run_between_collectives()
+
+    def _require_adapter(self) -> None:
+        """Allow `disable_adapter`."""
+
+    def _disable_adapter(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def run_between_collectives(self) -> None:
         """Return at once; tests replace it."""
@@ -84,6 +95,25 @@ def save_and_load(engine: ReplicatedBigram, folder: str) -> None:
     engine.load_checkpoint(f"{folder}/steps")
 
 
+def gather(engine: ReplicatedBigram, _folder: str) -> None:
+    engine.gather_objects(engine.rank)
+
+
+def unshard(engine: ReplicatedBigram, _folder: str) -> None:
+    engine.unshard_outputs(None, sample_ids=torch.arange(2))
+
+
+def move(engine: ReplicatedBigram, folder: str) -> None:
+    engine.to("cpu")
+    gather(engine, folder)
+
+
+def use_without_adapter(engine: ReplicatedBigram, folder: str) -> None:
+    with engine.disable_adapter():
+        engine.run_between_collectives()
+        gather(engine, folder)
+
+
 def zero_gradients(engine: ReplicatedBigram, _folder: str) -> None:
     engine.optimizer_zero_grad()
     engine.gather_objects(engine.rank)
@@ -101,7 +131,7 @@ def fail_on_one(
     if rank == CULPRIT:
         setattr(engine, method, failure)
     begin = time.monotonic()
-    with pytest.raises((KeyboardInterrupt, RuntimeError), match="injected") as caught:
+    with pytest.raises((KeyboardInterrupt, OSError, RuntimeError), match="injected") as caught:
         call(engine, folder)
     assert time.monotonic() - begin < 10.0
     if rank != CULPRIT:
@@ -116,6 +146,11 @@ def fail_on_one(
     ("call", "method", "failure"),
     [
         (save, "run_between_collectives", raise_out_of_memory),
+        (save, "run_between_collectives", raise_disk_is_full),
+        (gather, "_gather_objects", raise_interrupt),
+        (unshard, "_gather_objects", raise_interrupt),
+        (move, "run_between_collectives", raise_disk_is_full),
+        (use_without_adapter, "run_between_collectives", raise_disk_is_full),
         (save, "run_after_collectives", raise_interrupt),
         (save_and_load, "_read_state", raise_interrupt),
         (zero_gradients, "_zero_gradients", raise_out_of_memory),

@@ -26,8 +26,9 @@ from temper_engine_api import checkpoint
 from temper_engine_api.batch import PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.distributed.process_group import report_failed_start
-from temper_engine_api.distributed.rank_connections import connect_groups, leaves_collectives
+from temper_engine_api.distributed.rank_connections import connect_groups
 from temper_engine_api.distributed.rank_failures import RankFailures
+from temper_engine_api.distributed.reported_calls import ReportedCalls
 from temper_engine_api.errors import (
     CapabilityError,
     CheckpointError,
@@ -71,7 +72,7 @@ from temper_engine_api.weights import NamedWeight, StateStream, TrainingState, W
 ObjectT = TypeVar("ObjectT")
 
 
-class BaseEngine(ABC):
+class BaseEngine(ReportedCalls, ABC):
     """One rank of a training engine. The constructor does no I/O and creates no process group."""
 
     config_class: ClassVar[type[EngineConfig]]
@@ -383,8 +384,7 @@ class BaseEngine(ABC):
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
         """
-        with self._report_failure("optimizer_zero_grad()"):
-            self._start_update()
+        self._start_update()
 
     def optimizer_step(self) -> float:
         """Reduce pending gradients, clip them, and update the parameters.
@@ -403,12 +403,11 @@ class BaseEngine(ABC):
             RankFailedError: If another rank raised, which broke the process group.
         """
         optimizer, cycle = self._require_optimizer(), self._update_cycle
-        self._check_ranks()
         self._check_records_gradients()
         # Raise errors of a background save before the update, so that the update can be repeated.
         self._raise_background_error()
         cycle.check_can_step()
-        with self._report_failure("an optimizer step"), self._loaded("update"):
+        with self._loaded("update"):
             if cycle.has_unreduced_gradients:
                 with cycle.record_training_call(result=GradientState.REDUCED):
                     self._reduce_pending_gradients()
@@ -427,7 +426,6 @@ class BaseEngine(ABC):
         """
         if self._topology is None:
             raise EngineStateError("lr_scheduler_step() needs a model: call init_model() first.")
-        self._check_ranks()
         self._update_cycle.check_not_failed()
         # A skipped update did not change the weights, so the next one is tried at the same rate.
         if self.last_update is None or self.last_update.outcome == "stepped":
@@ -560,8 +558,8 @@ class BaseEngine(ABC):
             EngineStateError: If the engine has no adapter.
         """
         self._require_adapter()
-        self._check_can_export()
-        with self._report_failure("export_adapter()"), self._load("eval"):
+        self._update_cycle.check_parameters()
+        with self._loaded("eval"):
             return self._export_adapter()
 
     def load_adapter(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> None:
@@ -575,7 +573,6 @@ class BaseEngine(ABC):
         """
         self._require_adapter()
         with (
-            self._report_failure("load_adapter()"),
             self._load_to_change("eval"),
             # By their contract these two change no tensor.
             self._update_cycle.record_load("load_adapter()", harmless=(ConfigError, WeightError)),
@@ -589,8 +586,7 @@ class BaseEngine(ABC):
             MessageError: If `gather_codec.encode_value` does not support the value.
             RankFailedError: If a rank raised and the process group did not survive.
         """
-        with self._explain_lost_connection():
-            return self._gather_objects(item)
+        return self._gather_objects(item)
 
     def export_weights(self) -> WeightStream:
         """Return a stream of full tensors by Hugging Face name, in the same order on every rank.
@@ -604,10 +600,10 @@ class BaseEngine(ABC):
         Raises:
             EngineStateError: If a step or a load was interrupted, and nothing was loaded since.
         """
-        self._check_can_export()
+        self._update_cycle.check_parameters()
         return WeightStream(
             self._iterate_unchanged(self._iterate_weights(), mode="eval", call="export_weights"),
-            scope=self._report_failure("export_weights()"),
+            scope=self._report_call("export_weights"),
         )
 
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
@@ -621,7 +617,6 @@ class BaseEngine(ABC):
                 is loaded then.
         """
         with (
-            self._report_failure("load_weights()"),
             self._load_to_change("eval"),
             # By its contract, which the kit tests, this changes no weight.
             self._update_cycle.record_load("load_weights()", harmless=(WeightError,)),
@@ -639,11 +634,11 @@ class BaseEngine(ABC):
             EngineStateError: If a step or a load was interrupted, and nothing was loaded since.
         """
         self.require(Capability.PORTABLE_STATE)
-        self._check_can_export()
+        self._update_cycle.check_parameters()
         failures = self._rank_failures
         return StateStream(
             self._iterate_unchanged(self._iterate_state(), mode="update", call="export_state"),
-            scope=self._report_failure("export_state()"),
+            scope=self._report_call("export_state"),
             report_abandoned=None
             if failures is None
             else lambda: failures.report_abandoned("export_state()"),
@@ -660,7 +655,6 @@ class BaseEngine(ABC):
         """
         self.require(Capability.PORTABLE_STATE)
         with (
-            self._report_failure("load_state()"),
             self._load_to_change("update"),
             # By its contract, which the kit tests, a WeightError changes no tensor.
             self._update_cycle.record_load(
@@ -675,7 +669,7 @@ class BaseEngine(ABC):
         Returns:
             Sizes and checksums of this rank's files, for `CheckpointTransaction.commit`.
         """
-        with self._report_unfinished("the write of a checkpoint"), self._load("update"):
+        with self._loaded("update"):
             return self._stage(self._write_state).write_part(directory)
 
     def stage_part(self, directory: str) -> None:
@@ -693,7 +687,7 @@ class BaseEngine(ABC):
                 "finish_part() first."
             )
         self.finish_saving()
-        with self._report_failure("stage_part()"), self._load("update"):
+        with self._loaded("update"):
             staged = self._stage(self._stage_state())
         self._background_part = checkpoint.BackgroundSave(
             lambda: staged.write_part(directory), path=Path(directory)
@@ -719,21 +713,20 @@ class BaseEngine(ABC):
 
     def read_part(self, directory: str) -> None:
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
-        with self._report_unfinished("the read of a checkpoint"):
-            with (
-                self._load_to_change("update"),
-                # By its contract this changes no tensor.
-                self._update_cycle.record_load(
-                    "load_checkpoint()", completes=self._saved_loads, harmless=(CheckpointError,)
-                ),
-            ):
-                self._read_state(directory)
-            self._update_cycle.load_state_dict(
-                checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
-            )
-            # Gradients belong to the weights before loading. A call of optimizer_zero_grad() would
-            # count on this rank only, if another one fails to read and the group survives.
-            self._start_update()
+        with (
+            self._load_to_change("update"),
+            # By its contract this changes no tensor.
+            self._update_cycle.record_load(
+                "load_checkpoint()", completes=self._saved_loads, harmless=(CheckpointError,)
+            ),
+        ):
+            self._read_state(directory)
+        self._update_cycle.load_state_dict(
+            checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
+        )
+        # Gradients belong to the weights before loading. A call of optimizer_zero_grad() would
+        # count on this rank only, if another one fails to read and the group survives.
+        self._start_update()
 
     def save_checkpoint(
         self,
@@ -762,7 +755,6 @@ class BaseEngine(ABC):
         Returns:
             Path of the step directory; it exists once the save is committed.
         """
-        self._check_ranks()
         self.finish_saving()
         save = partial(
             checkpoint.save_engine_checkpoint,
@@ -772,11 +764,10 @@ class BaseEngine(ABC):
             max_to_keep=max_ckpt_to_keep,
         )
         if not in_background:
-            with self._report_failure("save_checkpoint()"):
-                return save(self, gather=self.gather_objects)
+            return save(self, gather=self.gather_objects)
         self.require(Capability.BACKGROUND_SAVE)
         path = checkpoint.step_directory(local_path, global_step)
-        with self._report_failure("save_checkpoint()"), self._load("update"):
+        with self._loaded("update"):
             staged = self._stage(self._stage_state())
         self._background_save = checkpoint.BackgroundSave(
             lambda: save(staged, gather=self._gather_in_background), path=path
@@ -800,16 +791,14 @@ class BaseEngine(ABC):
             CheckpointError: If a model with other parameters or shapes wrote it. The
                 weights are unchanged in this case.
         """
-        self._check_ranks()
         self.finish_saving()
-        with self._report_failure("load_checkpoint()"):
-            checkpoint.load_engine_checkpoint(
-                self,
-                local_path=local_path,
-                remote_url=hdfs_path,
-                delete_download=del_local_after_load,
-                gather=self.gather_objects,
-            )
+        checkpoint.load_engine_checkpoint(
+            self,
+            local_path=local_path,
+            remote_url=hdfs_path,
+            delete_download=del_local_after_load,
+            gather=self.gather_objects,
+        )
 
     def finish_saving(self) -> None:
         """Wait for background saves, including those from `stage_part`. Collective.
@@ -1104,57 +1093,16 @@ class BaseEngine(ABC):
             self._zero_gradients()
         self._update_cycle.start()
 
-    def _check_ranks(self) -> None:
-        if self._rank_failures is not None:
-            self._rank_failures.check()
-
-    def _report_failure(self, call: str) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self._rank_failures is None
-            else self._rank_failures.report_failure(call)
-        )
-
-    def _report_unfinished(self, call: str) -> AbstractContextManager[None]:
-        """Report only an exception after which other ranks may wait in a collective of the call.
-
-        The ranks exchange other errors, such as that of a full disk, and the group survives.
-        """
-        return (
-            nullcontext()
-            if self._rank_failures is None
-            else self._rank_failures.report_failure(call, only=leaves_collectives)
-        )
-
-    @contextmanager
-    def _record_call(self, *, forward_only: bool, final: bool) -> Iterator[None]:
-        """Enclose a forward or training call: report its exception, and record its gradients.
+    def _record_call(self, *, forward_only: bool, final: bool) -> AbstractContextManager[None]:
+        """Enclose a forward or training call, and record its gradients.
 
         It encloses the entire call, not only the passes: the caller got no result, so it may repeat
         the call, and would then add the same gradients twice.
         """
-        result = GradientState.REDUCED if final else GradientState.ACCUMULATED
         if forward_only:
-            with self._report_failure("a forward call"):
-                yield
-        else:
-            with (
-                self._report_failure("a training call"),
-                self._update_cycle.record_training_call(result=result),
-            ):
-                yield
-
-    def _explain_lost_connection(self) -> AbstractContextManager[None]:
-        return (
-            nullcontext()
-            if self._rank_failures is None
-            else self._rank_failures.explain_lost_connection()
-        )
-
-    @contextmanager
-    def _load(self, mode: Literal["train", "eval", "update"]) -> Iterator[None]:
-        with self._explain_lost_connection(), self._loaded(mode):
-            yield
+            return nullcontext()
+        result = GradientState.REDUCED if final else GradientState.ACCUMULATED
+        return self._update_cycle.record_training_call(result=result)
 
     def _stage(self, write: Callable[[str], list[str]]) -> checkpoint.StagedEngine:
         self._update_cycle.check_parameters()
@@ -1180,7 +1128,7 @@ class BaseEngine(ABC):
                 f"can't enter {mode}_mode() inside {self._mode}_mode(): exit the outer context "
                 "first."
             )
-        with self._report_failure(f"{mode}_mode()"), self._loaded(mode):
+        with self._loaded(mode):
             self._mode = mode
             try:
                 yield
@@ -1226,7 +1174,6 @@ class BaseEngine(ABC):
             )
 
     def _check_can_run(self, *, forward_only: bool) -> None:
-        self._check_ranks()
         if self._is_adapter_disabled and not forward_only:
             raise EngineStateError(
                 "can't run a backward pass inside disable_adapter(), which computes the reference "
@@ -1242,11 +1189,6 @@ class BaseEngine(ABC):
             self._check_records_gradients()
             self._update_cycle.check_can_accumulate()
 
-    def _check_can_export(self) -> None:
-        # Ranks first: after a failure of one, each rank must raise the error that names it.
-        self._check_ranks()
-        self._update_cycle.check_parameters()
-
     def _check_records_gradients(self) -> None:
         if torch.is_inference_mode_enabled():
             raise EngineStateError(
@@ -1259,7 +1201,7 @@ class BaseEngine(ABC):
     ) -> Iterator[ObjectT]:
         """Iterate over tensors that are loaded for a mode, until a step or load changes them."""
         num_changes = self._update_cycle.num_weight_changes
-        with self._load(mode):
+        with self._loaded(mode):
             for item in items:
                 # The receiver would get some weights from each version.
                 if self._update_cycle.num_weight_changes != num_changes:
@@ -1274,5 +1216,5 @@ class BaseEngine(ABC):
         """Enclose a call that replaces weights or the training state."""
         # Before the call, because one that raises may have changed some weights.
         self._update_cycle.num_weight_changes += 1
-        with self._load(mode):
+        with self._loaded(mode):
             yield

@@ -9,6 +9,7 @@ import os
 import socket
 import stat
 import sys
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,6 +38,7 @@ _LOST_CONNECTION = (
     "ncclSystemError",
 )
 """Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
+_BACKGROUND_GROUPS: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
 
 
 def list_groups() -> list[ProcessGroup]:
@@ -79,10 +81,21 @@ def end_interrupted_batches() -> None:
             _LOG.warning("a batch of collectives ended with an error: %s", error)
 
 
+def mark_background_group(group: ProcessGroup) -> None:
+    """Leave out a group from `count_collectives`: a background thread uses it."""
+    _BACKGROUND_GROUPS.add(group)
+
+
 def count_collectives() -> dict[str, int]:
-    """Return the number of collectives that were started, by group and device type."""
+    """Return the number of collectives that were started, by group and device type.
+
+    Those of background threads are not counted, because threads of two ranks advance independently
+    of the calls of an engine.
+    """
     counts = {}
     for group in list_groups():
+        if group in _BACKGROUND_GROUPS:
+            continue
         for device in group._device_types:
             # torch has no public accessor for this number, and no stub for the private one.
             backend: Any = group._get_backend(device)
@@ -196,10 +209,10 @@ def has_lost_connection(error: BaseException) -> bool:
     return isinstance(cause, RuntimeError) and any(part in str(cause) for part in _LOST_CONNECTION)
 
 
-def leaves_collectives(error: BaseException) -> bool:
-    """Return True if an error may end a checkpoint's write or read between two collectives.
+def ends_at_once(error: BaseException) -> bool:
+    """Return True if an error need not wait for other ranks to end a write or read.
 
-    Engines complete the collectives after an error of the file system, but not after these.
+    A user who presses Ctrl-C does not wait, and a lost connection ends the call on every rank.
     """
     # A local import, because it takes a second.
     from torch.distributed.checkpoint.api import CheckpointException
@@ -207,14 +220,13 @@ def leaves_collectives(error: BaseException) -> bool:
     cause = _find_cause(error)
     # CheckpointException is no Exception. DCP raises it on all ranks, after its collectives.
     is_interrupt = not isinstance(cause, (Exception, CheckpointException))
-    is_out_of_memory = isinstance(cause, (MemoryError, torch.OutOfMemoryError))
-    return is_interrupt or is_out_of_memory or has_lost_connection(cause)
+    return is_interrupt or has_lost_connection(cause)
 
 
 def _find_cause(error: BaseException) -> BaseException:
     """Return the error that an engine reports as a CheckpointError, else the error itself.
 
-    A full disk, a lost connection and a lack of memory all end torch's writers with a RuntimeError.
+    A full disk and a lost connection both end torch's writers with a RuntimeError.
     """
     if isinstance(error, CheckpointError) and isinstance(error.__cause__, RuntimeError):
         return error.__cause__

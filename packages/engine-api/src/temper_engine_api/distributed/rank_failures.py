@@ -16,11 +16,14 @@ this wait. Ranks exchange nothing as long as calls succeed. After an exception:
    A call that did not wait for its collectives may have returned by then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
-`train_mode()`, `eval_mode()` and the streams of weights and state count as calls from their begin
-to their end. An exception that a call inside of them has reported is not reported again.
+`reported_calls` encloses the public methods of an engine. `train_mode()`, `eval_mode()`,
+`disable_adapter()` and the streams of weights and state count as calls from their begin to their
+end. An exception that a call inside of them has reported is not reported again.
 
 An error of the file system, such as a full disk, raises on one rank only. The ranks exchange it
-after they have written or read a checkpoint, and the group survives.
+after they have written or read a checkpoint, and the group survives, unless another rank waits in a
+collective that the failed one did not start. To find that out, a rank that fails publishes how many
+it has started, and a thread on each other rank compares.
 
 `init_model` reports too, although its groups do not exist yet. Ranks wait for each other in
 `process_group.join_default_group`, where they also look for a declaration. After that, the
@@ -47,7 +50,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
@@ -58,6 +61,7 @@ from temper_engine_api.distributed.rank_connections import (
     close_connections,
     count_collectives,
     end_interrupted_batches,
+    ends_at_once,
     find_new_connections,
     has_lost_connection,
     list_own_connections,
@@ -165,7 +169,7 @@ class RankFailures:
         engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
         self._prefix = f"{_PREFIX}/{engine_number}"
         self._group = group or _GroupFailure.make_for_next_group(store, rank=rank)
-        self._num_calls = 0
+        self._num_calls = self._num_parts = 0
         self._num_survived = 0
         self._position = ""
         self._may_have_messages = False
@@ -313,22 +317,96 @@ class RankFailures:
         )
 
     @contextmanager
-    def explain_lost_connection(self) -> Iterator[None]:
-        """Enclose another collective operation: explain a lost connection by a failed rank.
+    def report_interrupt(self, call: str) -> Iterator[None]:
+        """Enclose a call without collectives, such as a wait for a thread: report only interrupts.
 
-        Raises:
-            RankFailedError: If the connection was lost because another rank failed.
+        The call is also allowed in a broken group.
         """
-        self.check()
         begin = take_event_number()
         try:
             yield
-        except RuntimeError as error:
-            if has_lost_connection(error):
-                self.handle(error, where=None, begin=begin)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self.handle(error, where=call, begin=begin)
             raise
 
-    def handle(self, error: BaseException, *, where: str | None, begin: int | None = None) -> None:
+    @contextmanager
+    def report_unfinished(self, call: str, *, timeout_s: float) -> Iterator[None]:
+        """Enclose the write or read of a checkpoint, after which ranks exchange their errors.
+
+        After an error of this rank it waits until the other ranks have ended the call, too. The
+        group is broken if another rank has started other collectives.
+
+        Args:
+            call: Name for messages.
+            timeout_s: Time limit for the other ranks.
+
+        Raises:
+            RankFailedError: If another rank left a collective of the call.
+        """
+        with self.report_failure(call, only=ends_at_once):
+            self._num_parts += 1
+            prefix, has_ended = f"{self._prefix}/part/{self._num_parts}", threading.Event()
+            watcher = threading.Thread(target=self._watch_part, args=(prefix, has_ended))
+            watcher.start()
+            try:
+                yield
+            except BaseException as error:
+                if not ends_at_once(error):
+                    self._end_part(prefix, error, where=call, timeout_s=timeout_s)
+                raise
+            else:
+                self._publish_end(prefix, failure=None)
+            finally:
+                has_ended.set()
+                watcher.join()
+
+    def _publish_end(self, prefix: str, *, failure: str | None) -> None:
+        end = {"num_collectives": count_collectives(), "failure": failure}
+        self._store.set(f"{prefix}/end/{self._rank}", json.dumps(end))
+
+    def _read_ends(self, prefix: str) -> list[dict[str, Any]]:
+        keys = [f"{prefix}/end/{rank}" for rank in range(self._world_size)]
+        return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+
+    def _end_part(self, prefix: str, error: BaseException, *, where: str, timeout_s: float) -> None:
+        """Publish the error, and wait until the other ranks have ended the call or left the group.
+
+        They may write for minutes, so this is no sign of a failure.
+        """
+        report = self._make_report(error, where=where)
+        self._publish_end(prefix, failure=str(report))
+        self._store.set(f"{prefix}/failed", "")
+        keys = [f"{prefix}/end/{rank}" for rank in range(self._world_size)]
+        deadline = time.monotonic() + timeout_s
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            if self._learn_of_declaration():
+                break
+            time.sleep(_POLL_S)
+        # Some collectives, such as a broadcast, end on a rank without the others.
+        own = report.num_collectives
+        if any(_is_ahead(end["num_collectives"], own) for end in self._read_ends(prefix)):
+            self._leave_broken_group(self._declare(str(report)))
+        if self._group.broken is not None:
+            error.add_note(self._group.broken)
+
+    def _watch_part(self, prefix: str, has_ended: threading.Event) -> None:
+        """Break the group if this rank waits in a collective before which another one has failed.
+
+        Runs on a thread during the call.
+        """
+        while not has_ended.wait(WATCH_INTERVAL_S) and self._group.broken is None:
+            try:
+                if not self._store.check([f"{prefix}/failed"]):
+                    continue
+                own = count_collectives()
+                for end in self._read_ends(prefix):
+                    if end["failure"] and _is_ahead(own, end["num_collectives"]):
+                        self._leave_broken_group(self._declare(end["failure"]))
+            except dist.DistError as error:
+                self._leave_broken_group(self._describe_lost_store(error))
+
+    def handle(self, error: BaseException, *, where: str, begin: int | None = None) -> None:
         """Find out whether the error breaks the group, and leave the group if so.
 
         Raises RankFailedError if another rank's failure caused the error. Otherwise, an error that
@@ -336,7 +414,7 @@ class RankFailures:
 
         Args:
             error: The exception of this rank.
-            where: Call and position to report; None reports nothing.
+            where: Call and position, for messages.
             begin: Result of `take_event_number` when the call began; None is now.
         """
         end_interrupted_batches()
@@ -348,7 +426,7 @@ class RankFailures:
         was_broken = self._group.broken is not None
         try:
             failure = self._read_declaration()
-            if failure is None and where is not None:
+            if failure is None:
                 failure = self._agree(self._make_report(error, where=where))
                 setattr(error, _REPORTED_AT, take_event_number())
         except dist.DistError as store_error:
@@ -491,6 +569,11 @@ class RankFailures:
         except dist.DistError as error:
             self._leave_broken_group(self._describe_lost_store(error))
             return True
+
+
+def _is_ahead(counts: dict[str, int], other_counts: dict[str, int]) -> bool:
+    """Return True if a rank has started more collectives than another one in a common group."""
+    return any(counts.get(name, 0) > count for name, count in other_counts.items())
 
 
 def take_event_number() -> int:
