@@ -514,6 +514,11 @@ FAULTY_ENGINES = (
         2,
     ),
     FaultyEngine(
+        failures.ReportsNoFailureToMove,
+        ("test_interrupted_call::test_other_ranks_report_a_rank_that_fails_to_move",),
+        2,
+    ),
+    FaultyEngine(
         failures.ReportsNoFailureToBuild,
         ("test_interrupted_call::test_other_ranks_report_a_rank_that_fails_in_init_model",),
         2,

@@ -176,6 +176,16 @@ class ReportsNoFailureInModes(DataParallelOracle):
         return nullcontext()
 
 
+class ReportsNoFailureToMove(DataParallelOracle):
+    """Reports no exception that one rank raises in `to`."""
+
+    def _report_call(self, name):
+        if name != "to":
+            return super()._report_call(name)
+        _set_pg_timeout(timedelta(seconds=2))
+        return nullcontext()
+
+
 class ReportsNoFailureToBuild(DataParallelOracle):
     """Reports no exception that one rank raises in `init_model`."""
 

@@ -1,4 +1,4 @@
-"""Conformance tests of exceptions outside of training calls: in a mode, while building, in a load.
+"""Conformance tests of exceptions outside of training calls: in a mode, a move, a load, a build.
 
 If one rank raises, every other one names it and its message within 10 s. If all raise, the engine
 continues, but not with incomplete gradients or weights.
@@ -29,7 +29,7 @@ from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.distributed import rank_failures
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import EngineStateError, RankFailedError
+from temper_engine_api.errors import ConfigError, EngineStateError, RankFailedError
 from temper_engine_api.topology import Topology
 from temper_engine_api.weights import NamedWeight
 
@@ -124,6 +124,39 @@ def fail_in_mode(
         engine.gather_objects(rank.index)
     return RankOutcome(
         error=str(caught.value), time_s=time_s, failed_s=failed_s, later_error=str(later.value)
+    )
+
+
+def test_other_ranks_report_a_rank_that_fails_to_move(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """If `to()`, which an engine implements itself, raises on one rank, the others name it."""
+    if engine_under_test.world_size == 1:
+        return
+    outcomes = engine_under_test.run(
+        fail_to_move,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        culprit=engine_under_test.world_size - 1,
+    )
+    engine_under_test.rank_pool.replace_group()
+    assert_reported(outcomes, message="banana")
+
+
+def fail_to_move(rank: Rank, *, setup: EngineSetup, culprit: int) -> RankOutcome:
+    """Move to an unknown device on one rank, and to a known one on the others."""
+    engine = rank.temporary_engine(setup)
+    is_culprit, failed_s = rank.index == culprit, time.time()
+
+    def move() -> None:
+        engine.to("banana" if is_culprit else "device")  # type: ignore[arg-type]
+        engine.gather_objects(rank.index)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_failures, "AGREEMENT_S", SHORT_AGREEMENT_S)
+        with pytest.raises((ConfigError, RankFailedError)) as caught:
+            move()
+    return RankOutcome(
+        error=str(caught.value), time_s=time.time(), failed_s=failed_s if is_culprit else 0.0
     )
 
 
