@@ -1,6 +1,7 @@
 """Rollouts of agents: their requests become samples, and each sampled token is trained once."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -12,7 +13,12 @@ from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config_loading import load
-from temper_trainer.environment.protocol import AgentOutcome, RolloutLimitError, SampleFunction
+from temper_trainer.environment.protocol import (
+    AgentOutcome,
+    InvalidAnswerError,
+    RolloutLimitError,
+    SampleFunction,
+)
 from temper_trainer.loops.advantage_columns import add_advantages
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import (
@@ -185,6 +191,15 @@ def test_agent_without_a_completion_has_failed() -> None:
         return 1.0
 
     with pytest.raises(IdleAgentError, match="ended without a completion"):
+        run_agents(run)
+
+
+def test_agent_without_a_finite_reward_has_failed() -> None:
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        await sample(prompt.tokens)
+        return math.nan
+
+    with pytest.raises(InvalidAnswerError, match="reward nan"):
         run_agents(run)
 
 

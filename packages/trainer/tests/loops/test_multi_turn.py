@@ -1,10 +1,13 @@
 """Multi-turn rollouts: exactly the sampled tokens are trained; text is never tokenized again."""
 
 import asyncio
+import math
+import re
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from tokenizers import Regex, Tokenizer
@@ -347,6 +350,76 @@ def test_failed_rollouts_up_to_the_configured_fraction_are_counted_and_leave_the
         run_group(sampler, fail_some(0, 1, 2), num_rollouts=4, config=config)
 
 
+class FixedAnswers:
+    """An environment whose methods return given values."""
+
+    def __init__(self, opening: object = None, answer: object = None) -> None:
+        self._opening = opening
+        self._answer = answer
+
+    def reset(self, prompt: Prompt) -> Observation:
+        return cast(Observation, self._opening)
+
+    def step(self, tokens: Sequence[int]) -> Observation:
+        return cast(Observation, self._answer)
+
+
+def make_broken() -> FixedAnswers:
+    raise OSError("no such server")
+
+
+INVALID_ANSWERS: dict[str, tuple[Callable[[], FixedAnswers], str]] = {
+    "no observation": (FixedAnswers, "returned None: return an Observation"),
+    "text": (lambda: FixedAnswers("opening"), "returned 'opening': return an Observation"),
+    "reward": (lambda: FixedAnswers(answer=Observation(reward=math.nan)), "reward nan: .* finite"),
+    "negative token": (
+        lambda: FixedAnswers(answer=Observation(tokens=(1, -1))),
+        "token -1: .* 0 to 21",
+    ),
+    "unknown token": (
+        lambda: FixedAnswers(Observation(tokens=(10**9,))),
+        "token 1000000000: .* 0 to 21",
+    ),
+    "text as tokens": (
+        lambda: FixedAnswers(Observation(tokens=cast(Any, "9"))),
+        "integers as tokens",
+    ),
+    "long opening": (
+        lambda: FixedAnswers(Observation(tokens=(1,) * 40)),
+        "observation has 40 tokens",
+    ),
+    "factory": (make_broken, "OSError: no such server"),
+}
+
+
+@pytest.mark.parametrize("case", INVALID_ANSWERS)
+def test_invalid_answer_fails_only_its_own_rollout(case: str) -> None:
+    make_invalid, reason = INVALID_ANSWERS[case]
+    valid = Observation(tokens=(IDS["\n"],), is_done=True)
+    remaining: list[Callable[[], FixedAnswers]] = [lambda: FixedAnswers(answer=valid), make_invalid]
+
+    def make_environment() -> FixedAnswers:
+        return remaining.pop()()
+
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(2,), sampling=SamplingConfig(max_tokens=9), seed=i
+        )
+        for i in range(2)
+    ]
+    prompts = [Prompt(prompt_id=i, text="", tokens=(2,), answer="") for i in range(2)]
+    with RolloutScheduler(
+        StreamingScriptedSampler(count_down, end_token_id=0),
+        environment=replace(CONFIG, max_failure_fraction=0.5),
+        make_environment=make_environment,
+        vocab_size=len(WORDS),
+    ) as scheduler:
+        (failed, other), _ = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+    assert re.search(reason, failed.failure or "")
+    assert other.failure is None
+    assert len(other.completions) == 1
+
+
 def test_failed_rollout_starts_again_with_the_same_seed() -> None:
     seeds: list[int] = []
     num_failures = 0
@@ -447,6 +520,21 @@ def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:
     assert [each.opening for each in conversations] == [(IDS["9"],)] * 3
     assert conversations[0].full_tokens == [2, IDS["9"], *conversations[0].tokens]
     assert sorted(closed) == [0, 1, 2]
+
+
+class WrappedLengthFee(LengthFee):
+    """An environment whose step is no coroutine function, but returns a coroutine."""
+
+    def step(self, tokens: Sequence[int]) -> Awaitable[Observation]:  # type: ignore[override]
+        return self._answer(tokens)
+
+    async def _answer(self, tokens: Sequence[int]) -> Observation:
+        return super().step(tokens)
+
+
+def test_coroutine_that_a_function_returns_is_awaited() -> None:
+    conversation, _, _ = run_conversation(("3", "<eos>"), make_environment=WrappedLengthFee)
+    assert conversation.rewards[0] == -1.0
 
 
 def test_coroutine_that_takes_too_long_is_cancelled_and_its_environment_closed() -> None:

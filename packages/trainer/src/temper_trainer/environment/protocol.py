@@ -5,6 +5,7 @@ event loop, or functions, which run in threads. `temper_trainer.environment.text
 to write one that exchanges text.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -15,6 +16,10 @@ from temper_trainer.types import Completion, Prompt
 
 class BrokenEnvironmentError(TemperError, RuntimeError):
     """An environment failed for a reason that is not the policy's fault; the run stops."""
+
+
+class InvalidAnswerError(TemperError, ValueError):
+    """An environment returned what cannot be trained; only its rollout fails."""
 
 
 class RolloutLimitError(TemperError, RuntimeError):
@@ -113,6 +118,45 @@ class AgentEnvironment(Protocol):
             Exception: Any error fails the rollout, like those of an `Environment`.
         """
         ...
+
+
+def check_answer(
+    answer: object, *, kind: type[Observation] | type[AgentOutcome], vocab_size: int | None
+) -> None:
+    """Check what an environment has returned.
+
+    Args:
+        answer: What it has returned.
+        kind: What it should return.
+        vocab_size: Number of token ids; None if it is not known.
+
+    Raises:
+        InvalidAnswerError: If it is something else, its reward is not finite, or a token id does
+            not exist.
+    """
+    if not isinstance(answer, kind):
+        raise InvalidAnswerError(
+            f"the environment returned {answer!r:.100}: return an {kind.__name__}."
+        )
+    tokens = answer.tokens if isinstance(answer, Observation) else ()
+    try:
+        is_finite = math.isfinite(answer.reward)
+        lowest, highest = min(tokens, default=0), max(tokens, default=0)
+        has_invalid_token = lowest < 0 or (vocab_size is not None and highest >= vocab_size)
+    except TypeError as error:
+        raise InvalidAnswerError(
+            f"the environment returned {answer!r:.100}: return integers as tokens, and a number as "
+            "reward."
+        ) from error
+    if not is_finite:
+        raise InvalidAnswerError(
+            f"the environment returned reward {answer.reward}: return a finite number."
+        )
+    if has_invalid_token:
+        raise InvalidAnswerError(
+            f"the environment returned token {lowest if lowest < 0 else highest}: return ids of "
+            f"the run's tokenizer{'' if vocab_size is None else f', 0 to {vocab_size - 1}'}."
+        )
 
 
 EnvironmentFactory = Callable[[], Environment | AgentEnvironment]

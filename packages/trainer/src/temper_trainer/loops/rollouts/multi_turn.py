@@ -11,7 +11,7 @@ from operator import itemgetter
 
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.environment.protocol import Observation
+from temper_trainer.environment.protocol import InvalidAnswerError, Observation
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import RolloutTrace
 from temper_trainer.types import Branch, Completion, FinishReason, SamplingRequest, Turn
@@ -163,10 +163,10 @@ def add_opening(
     """Add the environment's first observation, which the policy reads after the prompt.
 
     Raises:
-        ValueError: If it leaves no token for a completion.
+        InvalidAnswerError: If it leaves no token for a completion.
     """
     if len(observation.tokens) >= limits.max_tokens:
-        raise ValueError(
+        raise InvalidAnswerError(
             f"the first observation has {len(observation.tokens)} tokens, but a rollout may have "
             f"{limits.max_tokens} after its prompt: shorten it, or raise environment.max_tokens."
         )

@@ -28,6 +28,9 @@ from temper_trainer.environment.protocol import (
     AgentOutcome,
     Environment,
     EnvironmentFactory,
+    InvalidAnswerError,
+    Observation,
+    check_answer,
 )
 from temper_trainer.loops.rollouts.agent_rollouts import AgentCalls
 from temper_trainer.loops.rollouts.multi_turn import (
@@ -98,6 +101,7 @@ class RolloutScheduler:
         interrupts: bool = False,
         recorder: CompletionRecorder | None = None,
         replay: CompletionReplay | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         """Start the event loop.
 
@@ -112,7 +116,9 @@ class RolloutScheduler:
             interrupts: True if a pause interrupts open requests; False if it waits for them.
             recorder: Records completions; closed with the scheduler.
             replay: Returns recorded completions, so that nothing is sampled.
+            vocab_size: Number of token ids that environments may return; None does not check them.
         """
+        self._vocab_size = vocab_size
         self._pools = {
             name: EnvironmentPool(
                 config=config, make=make, limit=PriorityLimit(config.max_concurrent)
@@ -257,6 +263,7 @@ class RolloutScheduler:
             sampler=self._sampler,
             pools=self._pools,
             threads=self._environment_threads,
+            vocab_size=self._vocab_size,
             given=given or {},
             on_start=on_start,
         )
@@ -303,6 +310,7 @@ class _Round:
         sampler: AsyncSampler,
         pools: Mapping[str, EnvironmentPool],
         threads: DaemonThreads,
+        vocab_size: int | None,
         given: Mapping[int, Conversation],
         on_start: Callable[[int], None] | None,
     ) -> None:
@@ -315,6 +323,7 @@ class _Round:
         self._sampler = sampler
         self._pools = pools
         self._threads = threads
+        self._vocab_size = vocab_size
         self._num_rollouts = Counter(prompt.environment for prompt in prompts)
         self._num_failures: Counter[str] = Counter()
 
@@ -334,20 +343,11 @@ class _Round:
             limits = RolloutLimits.from_config(pool.config, self._requests[index].sampling)
             num_retries = pool.config.max_retries
             while True:
-                environment = pool.make()
                 conversation = Conversation(request=self._requests[index], trace=trace)
                 try:
-                    try:
-                        if isinstance(environment, AgentEnvironment):
-                            await self._run_agent(
-                                environment, conversation=conversation, index=index, limits=limits
-                            )
-                        else:
-                            await self._converse(
-                                environment, conversation=conversation, index=index, limits=limits
-                            )
-                    finally:
-                        await self._close(environment, index=index)
+                    await self._run_environment(
+                        pool.make, conversation=conversation, index=index, limits=limits
+                    )
                 except _RolloutFailedError as failed:
                     if num_retries == 0:
                         conversation.failure = self._count_failure(failed.__cause__, index=index)
@@ -357,6 +357,38 @@ class _Round:
                     return conversation
         finally:
             self._sampler.leave(self._cohort)
+
+    async def _run_environment(
+        self,
+        make: EnvironmentFactory,
+        *,
+        conversation: Conversation,
+        index: int,
+        limits: RolloutLimits,
+    ) -> None:
+        """Make an environment, run it to its end and close it.
+
+        Raises:
+            _RolloutFailedError: If it raises, takes too long, or returns what cannot be trained.
+        """
+        try:
+            environment = make()
+        # The environment is the user's code, which may raise anything. The failure is counted.
+        except Exception as error:
+            raise _RolloutFailedError from error
+        try:
+            if isinstance(environment, AgentEnvironment):
+                await self._run_agent(
+                    environment, conversation=conversation, index=index, limits=limits
+                )
+            else:
+                await self._converse(
+                    environment, conversation=conversation, index=index, limits=limits
+                )
+        except InvalidAnswerError as error:
+            raise _RolloutFailedError from error
+        finally:
+            await self._close(environment, index=index)
 
     async def _sample(
         self, request: SamplingRequest, *, index: int, trace: RolloutTrace
@@ -376,6 +408,7 @@ class _Round:
             environment.reset, self._prompts[index], index=index, trace=trace
         )
         if opening is not None:
+            check_answer(opening, kind=Observation, vocab_size=self._vocab_size)
             add_opening(conversation, opening, limits=limits)
         for turn in range(limits.max_turns):
             request = make_turn_request(conversation, turn=turn, request_id=index, limits=limits)
@@ -385,6 +418,7 @@ class _Round:
             observation = await self._call_environment(
                 environment.step, completion.tokens, index=index, trace=trace
             )
+            check_answer(observation, kind=Observation, vocab_size=self._vocab_size)
             is_last = turn == limits.max_turns - 1
             add_observation(conversation, observation, is_last=is_last, limits=limits)
             if conversation.is_done:
@@ -445,6 +479,7 @@ class _Round:
                 "completion: let it request one, or allow failures with "
                 "environment.max_failure_fraction."
             )
+        check_answer(outcome, kind=AgentOutcome, vocab_size=self._vocab_size)
         calls.fill(conversation, outcome=outcome)
 
     def _make_timeout_error(self, index: int) -> EnvironmentTimeoutError:
@@ -479,8 +514,8 @@ class _Round:
                         called: T = await function(argument)
                         return called
                     returned = await self._threads.call(function, argument)
-                    assert not inspect.isawaitable(returned)
-                    return returned
+                    # A function that returns a coroutine is not a coroutine function.
+                    return await returned if inspect.isawaitable(returned) else returned
             except TimeoutError as error:
                 if isinstance(error.__cause__, asyncio.CancelledError):
                     raise _RolloutFailedError from self._make_timeout_error(index)

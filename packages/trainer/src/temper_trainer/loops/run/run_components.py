@@ -314,6 +314,7 @@ def _open_scheduler(
         else CompletionReplay(
             Path(rollout.replay), needs_experts=rollout.routing_replay == "sampler"
         ),
+        vocab_size=len(tokenizer),
     )
 
 
