@@ -53,8 +53,13 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         ),
         (
             ["data.streaming=true", "data.train=parquet", "data.train.paths=[rows.parquet]"],
-            "data.streaming is true, but rows can be found only in local JSON lines and data sets",
-            "convert the files, or use data.train=datasets.",
+            "data.streaming is true, but rows can be found only in uncompressed local JSON lines",
+            "decompress or convert the files, or use data.train=datasets.",
+        ),
+        (
+            ["task=generate", "rollout.record=true"],
+            "rollout.record and generate.file both write completions.jsonl",
+            "set generate.file to another name.",
         ),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),

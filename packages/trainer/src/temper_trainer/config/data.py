@@ -425,8 +425,8 @@ def _find_mapping_conflicts(data: DataConfig) -> Iterator[str]:
         ),
         (
             not is_local and not isinstance(source, DatasetsSource | ArithmeticSource | None),
-            "rows can be found only in local JSON lines and data sets",
-            "convert the files, or use data.train=datasets",
+            "rows can be found only in uncompressed local JSON lines and data sets",
+            "decompress or convert the files, or use data.train=datasets",
         ),
     )
     for applies, reason, remedy in reasons:

@@ -32,6 +32,9 @@ _REPLACED_ENGINE_KWARGS = {
 }
 """vLLM arguments that belong to a configuration key with a different name, and that key."""
 
+RECORD_FILE = "completions.jsonl"
+"""Name of the record of completions in the run folder; see `RolloutConfig.record`."""
+
 
 @settings
 class VllmConfig:

@@ -35,6 +35,7 @@ from temper_trainer.config.reward import (
     find_reward_conflicts,
 )
 from temper_trainer.config.rollout import (
+    RECORD_FILE,
     AsynchronyConfig,
     RolloutConfig,
     SamplingConfig,
@@ -459,6 +460,11 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
         yield (
             f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not "
             "set, so the servers have no weights to load: set it to a model directory."
+        )
+    if config.task == "generate" and config.rollout.record and config.generate.file == RECORD_FILE:
+        yield (
+            f"rollout.record and generate.file both write {RECORD_FILE}: set generate.file to "
+            "another name."
         )
     if config.algorithm.reads("components"):
         yield from find_component_conflicts(

@@ -123,13 +123,15 @@ class AsyncSampler:
             trace: Records when the request is sampled.
         """
         if self._replay is not None:
-            return pack_completion(self._replay.find(request))
-        completion = await self._sample_to_end(
-            request, cohort=cohort, index=index, trace=trace or RolloutTrace()
+            return self._replay.find(request)
+        completion = pack_completion(
+            await self._sample_to_end(
+                request, cohort=cohort, index=index, trace=trace or RolloutTrace()
+            )
         )
         if self._recorder is not None:
             self._recorder.add(request, completion)
-        return pack_completion(completion)
+        return completion
 
     async def _sample_to_end(
         self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace

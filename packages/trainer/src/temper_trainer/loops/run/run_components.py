@@ -20,6 +20,7 @@ from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config.data import DataConfig
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.reward import RewardConfig
+from temper_trainer.config.rollout import RECORD_FILE
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.memory_mapped import MappedPrompts
 from temper_trainer.data.streams import (
@@ -36,7 +37,6 @@ from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout.completion_record import (
-    FILE_NAME,
     CompletionRecorder,
     CompletionReplay,
 )
@@ -308,7 +308,7 @@ def _open_scheduler(
         * (len(sampler.replicas) if isinstance(sampler, VllmSampler) else rollout.num_replicas)
         * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
-        recorder=CompletionRecorder(Path(config.run.dir) / FILE_NAME) if rollout.record else None,
+        recorder=CompletionRecorder(Path(config.run.dir) / RECORD_FILE) if rollout.record else None,
         replay=None
         if rollout.replay is None
         else CompletionReplay(
