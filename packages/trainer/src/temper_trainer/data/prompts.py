@@ -174,10 +174,11 @@ def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
     if config.overlong_prompts == "drop":
         return False
     kind = "prompt" if length == len(prompt.tokens) else "teacher's prompt"
+    # Tasks rl and distill cannot drop streamed prompts.
+    remedy = "remove the row" if config.streaming else "set data.overlong_prompts to drop"
     raise DataError(
         f"{prompt.location}: the {kind} has {length} tokens, but "
-        f"data.max_prompt_tokens is {config.max_prompt_tokens}: raise it, or set "
-        "data.overlong_prompts to drop."
+        f"data.max_prompt_tokens is {config.max_prompt_tokens}: raise it, or {remedy}."
     )
 
 
