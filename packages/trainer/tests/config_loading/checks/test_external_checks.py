@@ -108,6 +108,10 @@ def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) ->
         f"actor.engine.model.path is {tmp_path}, but there is no Hugging Face model in that folder "
         "(no config.json)"
     )
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface/config.json").write_text("{}")
+    text = refusal([*there, f"actor.engine.model.path={tmp_path}"])
+    assert text.endswith(f"write {tmp_path}/huggingface, the model of that run.")
 
 
 @pytest.mark.parametrize(

@@ -169,6 +169,8 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
     path, folder = model.path, Path(model.path)
     if not _is_model(path):
         remedy = "correct the path, or put the model there first."
+        if _is_model(f"{path}/huggingface"):
+            remedy = f"write {path}/huggingface, the model of that run."
         if path.startswith(_HUB_ADDRESS):
             remedy = f"write {path.removeprefix(_HUB_ADDRESS)}, the name of the model on the Hub."
         if _HUB_NAME.fullmatch(path) and not folder.exists():
