@@ -1,5 +1,6 @@
 """Files in the run folder at the start of a run."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,6 +84,9 @@ def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
         ("curves.png", "folder"),
         (".trained_config.yaml", "folder"),
         ("wandb_id.txt", "folder"),
+        ("config.yaml", "pipe"),
+        ("metrics.jsonl", "pipe"),
+        ("run.lock", "pipe"),
         ("tensorboard", "file"),
         ("tensorboard/rl", "file"),
         ("wandb", "file"),
@@ -90,14 +94,13 @@ def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
         ("warm_start/checkpoints", "file"),
     ],
 )
-def test_file_in_place_of_a_folder_and_the_reverse_are_refused(
+def test_entry_of_another_kind_than_the_run_writes_is_refused(
     tmp_path: Path, name: str, kind: str
 ) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
-    if kind == "folder":
-        path.mkdir()
-    else:
-        path.write_text("x")
-    with pytest.raises(ConfigError, match=rf"{name} is a {kind}, but must be a .*: rename or"):
+    # To read a pipe would wait forever.
+    make = {"folder": Path.mkdir, "pipe": os.mkfifo, "file": Path.touch}
+    make[kind](path)
+    with pytest.raises(ConfigError, match=rf"{name} is a {kind}.*, but must be a .*: rename or"):
         open_run_folder(RunConfig(dir=str(tmp_path), resume="auto"))

@@ -52,6 +52,7 @@ def contains_run(folder: Path) -> bool:
 def find_wrong_entries(folder: Path) -> Iterator[str]:
     """Yield a sentence for each file of a run folder that must be a folder, and the reverse.
 
+    Pipes and sockets in place of files count too: to read a pipe would wait forever.
     The tokenizer and the model are left out: the run renames and writes them again.
     """
     for name in _FOLDERS:
@@ -63,6 +64,8 @@ def find_wrong_entries(folder: Path) -> Iterator[str]:
         path = folder / name
         if path.is_dir():
             yield describe_folder_in_place_of_file(path)
+        elif path.is_fifo() or path.is_socket():
+            yield f"{path} is a pipe or socket, but must be a file: rename or remove it."
 
 
 def describe_folder_in_place_of_file(path: Path) -> str:
