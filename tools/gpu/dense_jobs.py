@@ -72,7 +72,7 @@ class Row:
     """Options of the contender, joined with `+`.
 
     Engines: `recompute`, `eager`, `chunked` (head), `reshard`, `ep` (`expert_parallel`), `cudnn`
-    (`sdpa_varlen`), `fa4`,
+    (`sdpa_varlen`), `fa4`, `rowwise` and `tensorwise` (float8),
     `sequential` (Megatron's experts one after another), a Megatron layout such as `tp2-sp`;
     `profile`, `checkpoint` and `export` measure more. TRL: `kept` (no gradient checkpointing).
     All: `x2`, `x4` (GPUs).
@@ -166,6 +166,7 @@ def make_fsdp_config(row: Row, context: RankContext, folder: Path) -> FSDPConfig
         head_keeps_logits="chunked" not in options,
         activation_checkpointing="recompute" in options,
         attention="sdpa_varlen" if "cudnn" in options or not on_cuda else "auto",
+        float8=next((r for r in ("rowwise", "tensorwise") if r in options), "none"),
         expert_parallel="ep" in options,
     )
 

@@ -85,9 +85,12 @@ ONE_GPU = (
 )
 """Rows on one GPU, most important first."""
 TWO_GPUS = (
-    "8B/8k/engine+reshard+cudnn+profile+export",
-    "8B/8k/megatron+tp2-sp",
+    "8B/8k/engine+reshard+cudnn",
+    "8B/8k/engine+reshard+cudnn+rowwise",
+    "8B/8k/engine+reshard+cudnn+tensorwise",
     "8B/8k/plain+reshard",
+    "8B/8k/megatron+tp2-sp",
+    "8B/8k/engine+reshard+cudnn+profile+export",
     "8B/8k/megatron+pp2",
     "8B/8k/megatron+dp2-distopt+recompute",
     "8B/8k/engine+reshard+checkpoint",
@@ -97,6 +100,8 @@ TWO_GPUS = (
 """Rows on two GPUs, most important first."""
 FOUR_GPUS = (
     "8B/8k/engine+reshard+recompute+cudnn+x4",
+    "8B/8k/engine+reshard+recompute+cudnn+rowwise+x4",
+    "8B/8k/engine+reshard+recompute+cudnn+tensorwise+x4",
     "8B/8k/engine+reshard+recompute+x4",
     "8B/8k/plain+reshard+recompute+x4",
     "8B/8k/megatron+tp2-sp+dp2-distopt+x4",
@@ -122,6 +127,8 @@ EXPERTS = (
     "30B-A3B-4L/4k/engine",
     "30B-A3B-4L/4k/megatron",
     "30B-A3B-4L/4k/plain",
+    "30B-A3B-4L/16k/trl",
+    "30B-A3B-4L/4k/trl",
 )
 """Rows of mixtures of experts on one, two and four GPUs with 80 GB each, most important first."""
 SETS: Mapping[str, Sequence[str]] = {

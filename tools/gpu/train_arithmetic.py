@@ -64,6 +64,7 @@ RUNS: dict[str, tuple[str, ...]] = {
         "actor.engine.optimizer.lr=1e-4",
     ),
     "grpo-one-step-off": ("loop=one_step_off",),
+    "grpo-float8": ("actor.engine.float8=rowwise",),
     "distillation": ("algorithm=distill", "algorithm.group_size=4"),
 }
 """Configuration overrides by run without vLLM, most important first."""

@@ -29,6 +29,7 @@ from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.expert_routers import ExpertRouters, RouterLosses, build_routers
+from temper_engine_fsdp.model.float8_layers import convert_to_float8, import_torchao
 from temper_engine_fsdp.model.huggingface_model import (
     build_model,
     read_attention_dropout,
@@ -290,6 +291,8 @@ def check_model(config: FSDPConfig) -> None:
             parameters=[p for p in hf.parameters() if p.requires_grad],
             is_flat=config.strategy == "fsdp1",
         )
+    if config.float8 != "none":
+        import_torchao()
     if not config.lora.is_enabled:
         return
     lora_adapter = _import_lora_adapter()
@@ -360,6 +363,8 @@ def _build_packed_model(
 ) -> PackedModel:
     if config.liger_layers:
         apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
+    if config.float8 != "none":
+        convert_to_float8(hf, recipe=config.float8, device=device)
     head = build_head(
         hf,
         config=config,

@@ -9,6 +9,7 @@ from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
 
 AttentionKernel = Literal["auto", "sdpa_varlen", "torch_varlen"]
+Float8Recipe = Literal["none", "rowwise", "tensorwise"]
 Strategy = Literal["fsdp2", "fsdp1"]
 
 
@@ -72,6 +73,14 @@ class FSDPConfig(EngineConfig):
     """
     liger_layers: bool = False
     """Use Liger's kernels for norms and gated MLPs on CUDA, after a test of their accuracy."""
+    float8: Float8Recipe = "none"
+    """Compute the products of linear decoder layers in float8, with torchao.
+
+    rowwise has a scale per token and per output, so the log-probs of a sequence do not depend on
+    the rest of its micro-batch. tensorwise has one scale per tensor: faster, but less exact, and
+    log-probs depend on the micro-batch. Needs bf16 compute, and a GPU with float8 (Ada, Hopper or
+    newer); on a CPU it is emulated slowly. Worth it with wide layers and `compile_layers`.
+    """
     head_keeps_logits: bool = False
     """Keep all logits of a micro-batch for the backward pass. False computes them in chunks, and
     again in the backward pass.
@@ -191,6 +200,17 @@ class FSDPConfig(EngineConfig):
             raise ConfigError(
                 "liger_layers and compile_layers are both on, but compile_layers already fuses "
                 "these layers: set one to false."
+            )
+
+        if self.float8 != "none" and self.precision.compute != "bf16":
+            raise ConfigError(
+                f"float8 is {self.float8}, but precision.compute is {self.precision.compute}: "
+                "float8 products have bf16 inputs and outputs, so set it to bf16."
+            )
+        if self.float8 != "none" and self.lora.is_enabled:
+            raise ConfigError(
+                f"float8 is {self.float8}, but lora is on, and adapters over float8 layers are not "
+                "supported: set float8 to none."
             )
 
     def check_folders(self) -> None:
