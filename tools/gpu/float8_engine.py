@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from temper_engine_api.specs import EngineConfig
-from temper_engine_fsdp.config import Float8Recipe, FSDPConfig
+from temper_engine_fsdp.config import Float8Scaling, FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 
 
@@ -18,7 +18,7 @@ from temper_engine_fsdp.engine import FSDPEngine
 class Float8Config(FSDPConfig):
     """FSDPConfig with another default."""
 
-    float8: Float8Recipe = "rowwise"
+    float8: Float8Scaling = "rowwise"
 
 
 class Float8Engine(FSDPEngine):

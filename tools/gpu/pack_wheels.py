@@ -8,7 +8,7 @@ On the host, `python3 -m pip list --format=freeze > host.txt` writes what it has
 downloads the named wheels and, recursively, what they require and the host lacks. Versions of the
 host's packages are not checked: vLLM pins torch, for example, and only a run shows whether the
 host's versions will do. `--skip` names requirements to leave out, such as kernels that a run does
-not use. The wheels are then pruned of `PRUNED` and packed anew with xz, because vLLM's wheel
+not use. The wheels are then pruned of `PRUNED` and packed again with xz, because vLLM's wheel
 contains kernels of 400 MB that runs on H100s and H200s do not call. With `--part-mb` the archive
 is split for a transfer with a size limit. On the host, at the root of the repository:
 
@@ -45,7 +45,7 @@ PRUNED = (
 )
 """Patterns of files that are left out."""
 GLIBC_VERSIONS = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
-"""Minor versions of glibc whose platform tags pip should accept, because it matches them exactly."""
+"""Minor versions of glibc whose platform tags pip should accept; it matches them exactly."""
 MIB = 1 << 20
 
 
@@ -57,7 +57,8 @@ def download(requirement: str, *, python: str, folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
     command += ["--only-binary=:all:", "--python-version", python, "--implementation", "cp"]
     command += [argument for name in platforms for argument in ("--platform", name)]
-    if subprocess.run([*command, requirement], stderr=subprocess.DEVNULL).returncode:
+    result = subprocess.run([*command, requirement], stderr=subprocess.DEVNULL, check=False)
+    if result.returncode:
         # Without a wheel on the index, only a package in pure Python can be built here.
         command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder)]
         subprocess.run([*command, requirement], check=True)
@@ -81,21 +82,21 @@ def read_requirements(wheel: Path, *, python: str) -> list[Requirement]:
         "platform_python_implementation": "CPython",
         "extra": "",
     }
-    found = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
-    return [r for r in found if r.marker is None or r.marker.evaluate(host)]
+    requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
+    return [r for r in requirements if r.marker is None or r.marker.evaluate(host)]
 
 
 def collect_wheels(
     requirements: Iterable[str],
     *,
-    alone: frozenset[str],
+    bare: frozenset[str],
     present: frozenset[str],
     python: str,
     folder: Path,
 ) -> list[Path]:
     """Download wheels and what they require, except packages that are present.
 
-    Packages in `alone` are downloaded without their requirements.
+    Packages in `bare` are downloaded without their requirements.
     """
     seen, waiting, wheels = set(present), list(requirements), list[Path]()
     while waiting:
@@ -107,7 +108,7 @@ def collect_wheels(
         wheel = download(f"{requirement.name}{requirement.specifier}", python=python, folder=folder)
         print(f"{wheel.stat().st_size / MIB:8.1f} MiB  {wheel.name}", flush=True)
         wheels.append(wheel)
-        if name in alone:
+        if name in bare:
             continue
         waiting += [f"{r.name}{r.specifier}" for r in read_requirements(wheel, python=python)]
     return wheels
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--python", default="3.12", help="Python version of the host")
     parser.add_argument("--skip", default="", help="comma-separated requirements to leave out")
     parser.add_argument(
-        "--alone", default="", help="comma-separated packages to pack without their requirements"
+        "--bare", default="", help="comma-separated packages to pack without their requirements"
     )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part-mb", type=int, help="split the archive into parts of this size")
@@ -156,7 +157,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     wheels = collect_wheels(
         options.requirements,
-        alone=frozenset(options.alone.split(",")),
+        bare=frozenset(options.bare.split(",")),
         present=present,
         python=options.python,
         folder=folder,

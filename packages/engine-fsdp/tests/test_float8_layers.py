@@ -57,14 +57,14 @@ def compute_gradient(engine: FSDPEngine, batch: SequenceBatch) -> Tensor:
 
 
 @needs_torchao
-@pytest.mark.parametrize("recipe", ["rowwise", "tensorwise"])
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise"])
 def test_gradients_are_near_those_of_bf16(
-    recipe: str, start: Callable[..., FSDPEngine], batch: SequenceBatch
+    scaling: str, start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
     # The batch has 53 tokens, so the product for the weight's gradient has to be padded.
     assert len(batch.tokens) % 16
     expected = compute_gradient(start(), batch)
-    actual = compute_gradient(start(float8=recipe), batch)
+    actual = compute_gradient(start(float8=scaling), batch)
     assert not torch.equal(actual, expected)
     # A float8 number has 4 significant bits: an error of 3 % per operand.
     assert (actual - expected).norm() < 0.15 * expected.norm()
@@ -77,12 +77,12 @@ def test_only_tensorwise_outputs_depend_on_other_tokens(config: FSDPConfig) -> N
     outlier = tokens.clone()
     outlier[16:] *= 1000
     is_equal = {}
-    for recipe in ("rowwise", "tensorwise"):
+    for scaling in ("rowwise", "tensorwise"):
         hf = build_model(config.model, attention="sdpa").to(device, torch.bfloat16)
-        convert_to_float8(hf, recipe=recipe, device=device)
+        convert_to_float8(hf, scaling=scaling, device=device)
         layer: nn.Module = hf.get_submodule("model.layers.0.self_attn.q_proj")
         outputs = [layer(x.to(device, torch.bfloat16))[:16] for x in (tokens, outlier)]
-        is_equal[recipe] = torch.equal(*outputs)
+        is_equal[scaling] = torch.equal(*outputs)
     assert is_equal == {"rowwise": True, "tensorwise": False}
 
 

@@ -364,7 +364,7 @@ def _build_packed_model(
     if config.liger_layers:
         apply_liger_kernels(hf, device=device, compute=torch_dtype(config.precision.compute))
     if config.float8 != "none":
-        convert_to_float8(hf, recipe=config.float8, device=device)
+        convert_to_float8(hf, scaling=config.float8, device=device)
     head = build_head(
         hf,
         config=config,

@@ -9,7 +9,7 @@ from temper_engine_api.settings_check import find_write_error
 from temper_engine_api.specs import EngineConfig
 
 AttentionKernel = Literal["auto", "sdpa_varlen", "torch_varlen"]
-Float8Recipe = Literal["none", "rowwise", "tensorwise"]
+Float8Scaling = Literal["none", "rowwise", "tensorwise"]
 Strategy = Literal["fsdp2", "fsdp1"]
 
 
@@ -73,7 +73,7 @@ class FSDPConfig(EngineConfig):
     """
     liger_layers: bool = False
     """Use Liger's kernels for norms and gated MLPs on CUDA, after a test of their accuracy."""
-    float8: Float8Recipe = "none"
+    float8: Float8Scaling = "none"
     """Compute the products of linear decoder layers in float8, with torchao.
 
     rowwise has a scale per token and per output, so the log-probs of a sequence do not depend on

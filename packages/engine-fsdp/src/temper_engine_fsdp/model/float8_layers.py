@@ -40,7 +40,7 @@ def import_torchao() -> ModuleType:
         ) from error
 
 
-def convert_to_float8(hf: PreTrainedModel, *, recipe: str, device: torch.device) -> None:
+def convert_to_float8(hf: PreTrainedModel, *, scaling: str, device: torch.device) -> None:
     """Replace the linear layers of the decoder by layers that multiply in float8.
 
     On a CPU the products are emulated: operands are rounded to float8 and multiplied in float32.
@@ -52,7 +52,7 @@ def convert_to_float8(hf: PreTrainedModel, *, recipe: str, device: torch.device)
     float8 = import_torchao()
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
-            f"float8 is {recipe}, but {torch.cuda.get_device_name(device)} has no float8 products: "
+            f"float8 is {scaling}, but {torch.cuda.get_device_name(device)} has no float8 products: "
             "use a GPU of compute capability 8.9 (Ada, Hopper) or newer, or set float8 to none."
         )
     num_converted = 0
@@ -67,7 +67,7 @@ def convert_to_float8(hf: PreTrainedModel, *, recipe: str, device: torch.device)
         return accepted
 
     config = replace(
-        float8.Float8LinearConfig.from_recipe_name(recipe),
+        float8.Float8LinearConfig.from_recipe_name(scaling),
         # The number of tokens is the inner size of the product for the weight's gradient. Packs
         # have any number.
         pad_inner_dim=True,
@@ -78,6 +78,6 @@ def convert_to_float8(hf: PreTrainedModel, *, recipe: str, device: torch.device)
         convert(layer, module_filter_fn=is_convertible, config=config)
     if not num_converted:
         raise CapabilityError(
-            f"float8 is {recipe}, but {type(hf).__name__} has no linear decoder layer whose sizes "
+            f"float8 is {scaling}, but {type(hf).__name__} has no linear decoder layer whose sizes "
             f"are multiples of {ALIGNMENT}: set float8 to none."
         )
