@@ -1,25 +1,38 @@
 r"""Pack wheels for a GPU host without network, leaving out what the host has.
 
-On the host, `python3 -m pip list --format=freeze > host.txt` writes what it has. Here:
+On the host, write a list of its packages:
 
-    python -m tools.gpu.pack_wheels --host host.txt --python 3.12 --out wheels \
-        vllm==0.26.0 ray==2.60.0 hydra-core==1.3.8 torchao==0.18.0
+    python3 -m pip list --format=freeze > host.txt
 
-downloads the named wheels and, recursively, what they require and the host lacks. Versions of the
-host's packages are not checked: vLLM pins torch, for example, and only a run shows whether the
-host's versions will do. `--skip` names requirements to leave out, such as kernels that a run does
-not use. The wheels are then pruned of `PRUNED` and packed again with xz, because vLLM's wheel
-contains kernels of 400 MB that runs on H100s and H200s do not call. With `--part-mb` the archive
-is split for a transfer with a size limit. On the host, at the root of the repository:
+On a computer with network, pack what the measurements need, here vLLM 0.26.0 for torch 2.11.0:
 
-    cat wheels.tar.xz.part* | tar -xJ -C /tmp/site
-    PYTHONPATH=/tmp/site python3 -c "import vllm"
+    python -m tools.gpu.pack_wheels --host host.txt --python 3.12 --out vllm --part-mb 43 \
+        --skip flashinfer-python,tilelang,torchcodec,pynvvideocodec,nvidia-cutlass-dsl,\
+quack-kernels,fastsafetensors,tokenspeed-mla,humming-kernels,nvidia-cudnn-frontend,mistral-common,\
+lm-format-enforcer,outlines-core,depyf \
+        vllm==0.26.0 apache-tvm-ffi==0.1.15.post2
+    python -m tools.gpu.pack_wheels --host host.txt --python 3.12 --out others \
+        --bare megatron-core,megatron-bridge,trl,torchao,datasets \
+        hydra-core==1.3.8 antlr4-python3-runtime==4.9.3 cattrs msgspec filelock ray==2.60.0 \
+        torchao==0.18.0 trl==1.16.0 datasets dill multiprocess megatron-core==0.16.1 \
+        megatron-bridge==0.3.1
 
-An archive contains the packages as they would be in `site-packages`, so nothing is installed.
+On the host, unpack them; nothing is installed:
+
+    mkdir vllm-site && cat wheels.tar.xz.part* | tar -xJ -C vllm-site
+    PYTHONPATH=vllm-site python3 -c "import vllm"
+
+The first command gives 85 MB, the second 38 MB. Downloads are recursive. Versions of the host's
+packages are not checked, because vLLM pins more of them than it needs; only a run shows whether
+they will do. vLLM's own pin of apache-tvm-ffi breaks xgrammar. `--skip` leaves out requirements,
+here kernels and formats that the runs do not use; `PRUNED` leaves out files, such as kernels of
+350 MB that runs on H100s and H200s do not call. Keep vLLM apart from the trainer's packages: a
+script that sets PYTHONPATH and starts Python serves as `runtime.rollout_python`.
 """
 
 import argparse
 import fnmatch
+import os
 import subprocess
 import sys
 import tarfile
@@ -44,14 +57,14 @@ PRUNED = (
     "ray/thirdparty_files/*/*.so.dbg",
 )
 """Patterns of files that are left out."""
-GLIBC_VERSIONS = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
+GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17, 12, 5)
 """Minor versions of glibc whose platform tags pip should accept; it matches them exactly."""
 MIB = 1 << 20
 
 
 def download(requirement: str, *, python: str, folder: Path) -> Path:
     """Download the newest wheel that satisfies a requirement; return its path."""
-    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC_VERSIONS]
+    platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS]
     platforms += ["manylinux2014_x86_64", "manylinux2010_x86_64", "manylinux1_x86_64"]
     before = set(folder.glob("*.whl"))
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(folder)]
@@ -98,7 +111,9 @@ def collect_wheels(
 
     Packages in `bare` are downloaded without their requirements.
     """
-    seen, waiting, wheels = set(present), list(requirements), list[Path]()
+    waiting, wheels = list(requirements), list[Path]()
+    # A requirement of the command line may be newer than the host's package.
+    seen = set(present) - {canonicalize_name(Requirement(each).name) for each in waiting}
     while waiting:
         requirement = Requirement(waiting.pop(0))
         name = canonicalize_name(requirement.name)
@@ -123,7 +138,11 @@ def unpack(wheels: Iterable[Path], folder: Path) -> None:
                 for name in archive.namelist()
                 if not any(fnmatch.fnmatch(name, pattern) for pattern in PRUNED)
             ]
-            archive.extractall(folder, names)
+            for name in names:
+                path = archive.extract(name, folder)
+                # zipfile drops permissions, without which Ray cannot start its programs.
+                if mode := archive.getinfo(name).external_attr >> 16:
+                    os.chmod(path, mode)
 
 
 def pack(folder: Path, target: Path, *, part_mb: int | None) -> None:
