@@ -52,8 +52,8 @@ def convert_to_float8(hf: PreTrainedModel, *, scaling: str, device: torch.device
     float8 = import_torchao()
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
-            f"float8 is {scaling}, but {torch.cuda.get_device_name(device)} has no float8 products: "
-            "use a GPU of compute capability 8.9 (Ada, Hopper) or newer, or set float8 to none."
+            f"float8 is {scaling}, but {torch.cuda.get_device_name(device)} has no float8 "
+            "products: use a GPU of compute capability 8.9 (Ada, Hopper) or newer, or set float8 to none."
         )
     num_converted = 0
 
