@@ -456,6 +456,18 @@ def adapters(session: nox.Session, library: str) -> None:
     session.run("python", "-m", "pytest", *tests)
 
 
+@nox.session
+def float8(session: nox.Session) -> None:
+    """Test the float8 layers of engine-fsdp with torchao, emulated on the CPU."""
+    # Not in the everyday environment: transformers imports torchao at every start if it is there.
+    session.install("-c", CONSTRAINTS, TORCH)
+    session.install(
+        "-c", CONSTRAINTS, "packages/engine-api", "packages/engine-fsdp[float8]", *TEST_TOOLS
+    )
+    tests = session.posargs or ["packages/engine-fsdp/tests/test_float8_layers.py"]
+    session.run("python", "-m", "pytest", *tests)
+
+
 @nox.session(name="megatron-0.19", python="3.12")
 def megatron_0_19(session: nox.Session) -> None:
     """Run the tests of engine-megatron on the newer Megatron-Core; arguments go to pytest.
@@ -579,6 +591,7 @@ def nightly(session: nox.Session) -> None:
         session.notify(f"vllm(version='{number}')")
     for library in ADAPTERS:
         session.notify(f"adapters(library='{library}')")
+    session.notify("float8")
     session.notify("megatron-0.19")
     session.notify("conformance(engine='fsdp')")
     session.notify("conformance(engine='megatron')")

@@ -22,7 +22,7 @@ RUN pip install --no-cache-dir -c constraints/gpu.txt torch
 
 COPY packages packages
 RUN pip install --no-cache-dir -c constraints/gpu.txt ./packages/engine-api \
-        "./packages/engine-fsdp[lora,liger]" "./packages/trainer[fsdp,lora,ray]" \
+        "./packages/engine-fsdp[lora,liger,float8]" "./packages/trainer[fsdp,lora,ray]" \
     && /opt/rollout-env/bin/pip install --no-cache-dir --no-deps \
         ./packages/engine-api ./packages/trainer
 

@@ -53,7 +53,7 @@ def convert_to_float8(hf: PreTrainedModel, *, scaling: str, device: torch.device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_COMPUTE_CAPABILITY:
         raise ConfigError(
             f"float8 is {scaling}, but {torch.cuda.get_device_name(device)} has no float8 "
-            "products: use a GPU of compute capability 8.9 (Ada, Hopper) or newer, or set float8 to none."
+            "products: set float8 to none, or use an Ada, Hopper or newer GPU."
         )
     num_converted = 0
 
