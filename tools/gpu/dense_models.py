@@ -9,7 +9,8 @@ free. Results are appended to FOLDER/rows.jsonl, and the output of rows to FOLDE
 continue an interrupted run, pass `--done rows.jsonl`: rows that are `ok` in that file are skipped,
 and the table contains both. Rows that do not fit into `--budget-s` are skipped and named.
 Needs torch with CUDA and transformers; `megatron` rows need megatron-core, megatron-bridge and
-omegaconf, `trl` rows TRL and datasets, `rowwise` and `tensorwise` rows torchao. `--rehearse` runs on a CPU at a tiny size.
+omegaconf, `trl` rows TRL and datasets, `rowwise` and `tensorwise` rows torchao. `--rehearse` runs
+on a CPU at a tiny size.
 """
 
 import argparse
