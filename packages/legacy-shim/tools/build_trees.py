@@ -15,7 +15,7 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def main() -> None:
         )
     configs = dict(_own_trees(root, arguments.recipes, families))
     packed = Packed.read(DATA)
-    packed.put(arguments.release, families, configs)
+    packed.put(arguments.release, families, configs, programs=_programs(root))
     if arguments.commit:
         packed.commits[arguments.release] = {"commit": arguments.commit, "date": arguments.date}
     packed.write(DATA)
@@ -144,6 +144,14 @@ def _own_trees(
         yield path.stem, (family, tree)
 
 
+def _programs(root: Path) -> Iterator[str]:
+    """Yield the modules of the package that Hydra starts, such as ``verl.trainer.main_ppo``."""
+    for path in (root / "verl").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "@hydra.main" in text and re.search(r"^if __name__ ==", text, re.MULTILINE):
+            yield ".".join(path.relative_to(root).with_suffix("").parts)
+
+
 def _family(path: Path) -> str | None:
     """Return the core tree below a configuration; None for YAML of another kind."""
     if path.stem in WHOLE_TREES:
@@ -221,6 +229,7 @@ class Packed:
     def __init__(self) -> None:
         self.families: dict[str, dict[str, Tree]] = {}
         self.configs: dict[str, dict[str, tuple[str, Tree]]] = {}
+        self.programs: dict[str, set[str]] = {}
         self.commits: dict[str, dict[str, str]] = {}
 
     @classmethod
@@ -243,10 +252,17 @@ class Packed:
                 versions[number]: (family, _unpacked(keys, number, absent=BASE))
                 for number in block["present"]
             }
+        for program, present in packed.get("programs", {}).items():
+            packed_trees.programs[program] = {versions[number] for number in present}
         return packed_trees
 
     def put(
-        self, release: str, families: dict[str, Tree], configs: dict[str, tuple[str, Tree]]
+        self,
+        release: str,
+        families: dict[str, Tree],
+        configs: dict[str, tuple[str, Tree]],
+        *,
+        programs: Iterable[str],
     ) -> None:
         """Replace everything of one release.
 
@@ -256,6 +272,10 @@ class Packed:
             trees.pop(release, None)
         for configs_of_releases in self.configs.values():
             configs_of_releases.pop(release, None)
+        for releases in self.programs.values():
+            releases.discard(release)
+        for program in programs:
+            self.programs.setdefault(program, set()).add(release)
         for family, tree in families.items():
             self.families.setdefault(family, {})[release] = tree
         for config, (family, tree) in configs.items():
@@ -275,7 +295,7 @@ class Packed:
         lines = [
             (
                 f'{{"versions": {json.dumps(versions)}, "commits": {json.dumps(self.commits)}, '
-                f'"families": {{'
+                f'"programs": {json.dumps(self._numbered_programs(versions))}, "families": {{'
             )
         ]
         blocks = [
@@ -297,6 +317,13 @@ class Packed:
                 )
             )
         path.write_text("\n".join([*lines, ",\n".join(blocks), "}}"]) + "\n")
+
+    def _numbered_programs(self, versions: list[str]) -> dict[str, list[int]]:
+        return {
+            program: [number for number, version in enumerate(versions) if version in releases]
+            for program, releases in sorted(self.programs.items())
+            if releases
+        }
 
 
 def _unpacked(keys: dict[str, list[list[Any]]], number: int, *, absent: Tree) -> Tree:

@@ -44,6 +44,11 @@ CHECKOUT = {
         "defaults: [actor/dp@actor, _self_]\ntrainer: {epochs: 3, name: '${actor.lr}'}\n"
     ),
     "verl/trainer/config/actor/dp.yaml": "lr: 1.0e-06\nclip: null\n",
+    "verl/trainer/main_ppo.py": (
+        "@hydra.main(config_path='config')\ndef main(): ...\n\n"
+        "if __name__ == '__main__':\n    main()\n"
+    ),
+    "verl/trainer/main_ppo_v0.py": "class TaskRunner: ...\n",
     "recipe/dapo/config/dapo_trainer.yaml": (
         "hydra: {searchpath: ['file://verl/trainer/config']}\ndefaults: [ppo_trainer, "
         "_self_]\ntrainer: {epochs: 1}\nbuffer: 0\n"
@@ -75,6 +80,7 @@ def test_tree_of_a_checkout_holds_its_defaults_and_those_of_its_variants(
     assert packed.configs == {
         "dapo_trainer": {"v0.9.9": ("ppo_fsdp", {"trainer.epochs": 1, "buffer": 0})}
     }
+    assert packed.programs == {"verl.trainer.main_ppo": {"v0.9.9"}}
 
 
 def test_installed_package_gives_the_tree_of_a_checkout(
@@ -166,3 +172,25 @@ def test_asynchronous_entry_has_the_defaults_of_its_own_configuration() -> None:
     ) == (False, True)
     assert own["rollout.n"] == 4
     assert versions()[-1] == "v0.9.1"
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "taken"),
+    [
+        ("verl.trainer.main_ppo_sync", "v0.7.0", "v0.8.0"),
+        ("verl.trainer.main_ppo_sync", "v0.9.1", "v0.8.0"),
+        ("verl.trainer.fsdp_sft_trainer", "v0.9.0", "v0.7.0"),
+        ("/old/verl/trainer/main_generation_server.py", "v0.5.0", "v0.6.0"),
+    ],
+)
+def test_program_that_a_release_lacks_is_reported(entry: str, given: str, taken: str) -> None:
+    result = translate([], entry=entry, version=given)
+    assert result.source.version == taken
+    (message,) = [each.message for each in result.findings if each.rule == "program-release"]
+    assert message.startswith(f"{given} had no program {entry}: it was read as of {taken}")
+
+
+def test_release_is_one_that_has_the_program() -> None:
+    result = translate(BASE, entry="verl.trainer.main_ppo_sync")
+    assert result.source.version == "v0.8.0"
+    assert "program-release" not in [each.rule for each in result.findings]

@@ -567,7 +567,6 @@ def test_encoder_that_the_old_run_trained_is_reported(
     [
         ("Qwen/Qwen3-VL-8B-Instruct", True),
         ("Qwen/Qwen2-VL-2B", True),
-        ("Qwen/Qwen3.5-35B-A3B", True),
         ("google/gemma-3-27b-it", False),
         ("openvla/openvla-7b", False),
         ("Qwen/Qwen2-Audio-7B", False),
@@ -579,6 +578,24 @@ def test_encoder_is_mentioned_for_models_whose_text_part_is_trained(
     result = translated("v0.7.0", f"actor_rollout_ref.model.path={model}", base=BASE)
     assert "images" in rules_found(result, "person")
     assert ("vision-tower" in rules_found(result, "hazard")) is is_reported
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("actor_rollout_ref.actor.ppo_epochs=1", "text-part"),
+        ("data.image_key=images", "images"),
+        ("data.train_files=/data/geo3k/train.parquet", "images"),
+        ("critic.model.path=Qwen/Qwen2.5-VL-7B", "images"),
+        ("model_engine=megatron", "images"),
+    ],
+)
+def test_qwen3_5_is_translated_for_text_data_with_a_question(override: str, rule: str) -> None:
+    model = "actor_rollout_ref.model.path=Qwen/Qwen3.5-35B-A3B"
+    result = translated("v0.9.1", model, override, base=BASE)
+    assert rules_found(result, "person") == {rule}
+    assert ("actor.engine.model.path" in values(result)) is (rule == "text-part")
+    assert "vision-tower" in rules_found(result, "hazard")
 
 
 def test_types_whose_text_part_is_trained_are_those_of_the_engines() -> None:
@@ -604,9 +621,16 @@ def test_config_of_a_folder_tells_if_the_text_part_is_trained(
         ("verl.trainer.main_ppo", True),
         ("/old/verl/verl/trainer/main_ppo.py", True),
         ("verl.trainer.main_ppo_sync", True),
-        ("verl.trainer.main_ppo_v0", True),
+        ("verl.trainer.main_ppo_v0", False),  # it runs nothing by itself
         ("verl.experimental.one_step_off_policy.main_ppo", True),
         ("recipe.dapo.main_dapo", True),
+        ("recipe.transfer_queue.main_ppo", True),
+        ("main_dapo.py", True),
+        ("recipe.async_flow.grpo_main", False),
+        ("/old/verl/recipe/partial_rollout/main_ppo.py", False),
+        ("recipe.dapo.mine.main_dapo", False),
+        ("tests/e2e/arithmetic_sequence/rl/main_trainer.py", False),
+        ("train_mine.py", False),
         ("verl.mix_src.main_mix_ppo", False),
         ("verl.agent_trainer.main_ppo", False),
         ("verl.trainer.main_ppo_mine", False),
@@ -616,6 +640,84 @@ def test_config_of_a_folder_tells_if_the_text_part_is_trained(
 def test_program_of_no_release_is_reported(entry: str, is_known: bool) -> None:
     result = translated("v0.7.0", entry=entry)
     assert ("fork-program" in rules_found(result, "hazard")) is not is_known
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["recipe.dance_grpo.main_dance", "recipe.atropos.main_atropos", "recipe.spo.spo_main_ppo"],
+)
+def test_trainer_with_data_or_losses_of_its_own_has_no_counterpart(entry: str) -> None:
+    assert "foreign" in rules_found(translated("v0.9.1", entry=entry), "person")
+
+
+def test_actor_of_megatron_that_is_placed_by_hand_chooses_its_engine() -> None:
+    placed = "actor@actor_rollout_ref.actor=megatron_actor"
+    result = translated("v0.9.1", placed)
+    assert values(result)["model_engine"] == "megatron"
+    assert "group-packages" not in rules_found(result, "person")
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("actor@actor_rollout_ref.actor=dp_actor", None),
+        ("rollout@actor_rollout_ref.rollout=rollout", None),
+        ("actor@actor_rollout_ref.actor=mlite_actor", "group-packages"),
+        ("critic@critic=megatron_critic", "group-packages"),
+        ("data@data=mine", "group-packages"),
+        ("actor@actor_rollout_ref.actor=veomni_actor", "foreign"),
+        ("model_engine=dp", None),
+        ("model_engine=mlite", "foreign"),
+    ],
+)
+def test_choice_of_a_group_that_no_release_had_is_a_question(
+    override: str, rule: str | None
+) -> None:
+    questions = rules_found(translated("v0.9.1", override), "person")
+    assert questions == ({rule} if rule else set())
+
+
+def test_sampler_of_another_kind_is_a_hazard() -> None:
+    result = translated("v0.9.1", "actor_rollout_ref.rollout.name=dynamo")
+    (message,) = [each.message for each in result.findings if each.rule == "other-sampler"]
+    assert message.startswith("actor_rollout_ref.rollout.name is dynamo")
+
+
+@pytest.mark.parametrize(("version", "failed"), [("v0.9.1", False), ("v0.9.0", True)])
+def test_strategy_of_a_release_is_not_called_a_failure(version: str, failed: bool) -> None:
+    result = translated(version, "actor_rollout_ref.actor.strategy=fsdp_turbo")
+    (message,) = [each.message for each in result.findings if each.rule == "strategy"]
+    assert ("would have failed" in message) is failed
+
+
+def test_argument_of_a_server_is_no_quantized_sampler() -> None:
+    argument = "+actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4"
+    result = translated("v0.9.1", argument, "actor_rollout_ref.rollout.quantization=fp8")
+    hazards = {each.key: each.hazard for each in result.tokens if each.hazard}
+    assert "quantized" in hazards["actor_rollout_ref.rollout.quantization"]
+    assert "quantized" not in hazards[argument[1:].partition("=")[0]]
+
+
+@pytest.mark.parametrize(
+    ("version", "override", "taken"),
+    [
+        ("v0.5.0", "+actor_rollout_ref.ref.model.path=/models/r", False),
+        ("v0.6.1", "+actor_rollout_ref.ref.model.path=/models/r", True),
+        ("v0.7.1", "+actor_rollout_ref.ref.model.path=/models/r", True),
+        ("v0.8.0", "+actor_rollout_ref.ref.model.path=/models/r", False),
+    ],
+)
+def test_model_of_the_reference_is_kept_where_it_was_read(
+    version: str, override: str, taken: bool
+) -> None:
+    result = translated(version, "actor_rollout_ref.actor.use_kl_loss=True", override)
+    assert ("ref.engine.model.path" in values(result)) is taken
+
+
+def test_argument_that_equals_the_default_is_no_hazard() -> None:
+    shape = "actor_rollout_ref.actor.optim.num_cycles="
+    assert "schedule-shape" not in rules_found(translated("v0.9.0", f"{shape}0.5"), "hazard")
+    assert "schedule-shape" in rules_found(translated("v0.9.0", f"{shape}1.5"), "hazard")
 
 
 def test_logged_losses_of_a_single_update_are_not_mentioned() -> None:

@@ -24,6 +24,7 @@ from temper_legacy_shim.configs.mapping.roles.model_checks import (
     find_refused_models,
     find_template_arguments,
 )
+from temper_legacy_shim.configs.mapping.roles.roles import is_megatron
 from temper_legacy_shim.configs.mapping.rules import find_rule, is_block
 from temper_legacy_shim.configs.reading.composition import (
     OldConfig,
@@ -40,7 +41,13 @@ from temper_legacy_shim.configs.reading.config_values import (
     hydra_text,
     read_overrides,
 )
-from temper_legacy_shim.configs.reading.entry_points import GROUPS, Launch, Program, launch_of
+from temper_legacy_shim.configs.reading.entry_points import (
+    GROUPS,
+    Launch,
+    Program,
+    is_placed_choice,
+    launch_of,
+)
 from temper_legacy_shim.configs.reading.trees import composed_tree, known_version, versions
 from temper_legacy_shim.configs.reading.versions import infer_version, other_meanings, releases_with
 from temper_legacy_shim.configs.report import report_tokens
@@ -60,7 +67,12 @@ _BUILDERS: dict[Program, Callable[[Draft], None]] = {
     "generation": build_generate_task,
     "evaluation": build_evaluation,
 }
-_USUAL: Mapping[str, tuple[Plain, ...]] = {"trainer.device": ("cuda", "auto")}
+_USUAL: Mapping[str, tuple[Plain, ...]] = {
+    "trainer.device": ("cuda", "auto"),
+    "actor_rollout_ref.model.lora.type": ("lora", "canonical_lora", "vlm_lora"),
+    "critic.model.lora.type": ("lora", "canonical_lora", "vlm_lora"),
+    "actor_rollout_ref.rollout.repetition_penalty": (1.0,),
+}
 """Values that request the existing behavior."""
 _WEIGHTS = {"person": 0, "refused": 1, "hazard": 2, "note": 3}
 
@@ -126,6 +138,8 @@ def translate(
         )
 
     draft = drafted(source.version)
+    if version is not None and source.version != known_version(version):
+        draft.find("program-release", entry=entry or launch.program, given=version)
     _other_releases(
         draft,
         # All releases that take the keys are translated, so that a difference in meaning is
@@ -134,6 +148,7 @@ def translate(
     )
     unmapped = _unmapped(draft, tokens, launch.program)
     _refusals(draft, tokens, unmapped)
+    _find_placed(draft, tokens)
     listed = [*_set_in_file(draft.old), *tokens]
     reports = report_tokens(draft, listed, program=launch.program)
     _losses(draft, listed, reports)
@@ -158,12 +173,13 @@ def _source(
             family=launch.family,
             program=launch.program,
             configs=launch.configs,
+            entry=launch.entry,
             given=given,
         )
         taken = candidates[-1]
     else:
         taken, evidence = known_version(version), (f"given as {version}",)
-    nearest = releases_with(launch.family, launch.configs)
+    nearest = releases_with(launch.family, launch.configs, launch.entry)
     if taken not in nearest:
         taken = (
             nearest[-1] if versions().index(taken) > versions().index(nearest[-1]) else nearest[0]
@@ -233,6 +249,17 @@ def _refusals(draft: Draft, tokens: Sequence[Override], unmapped: Mapping[str, P
             draft.find("refused", token.key, text=token.text, complaint=complaint)
 
 
+def _find_placed(draft: Draft, tokens: Sequence[Override]) -> None:
+    """Ask about groups that are placed by hand and whose values are not those that were read."""
+    for token in tokens:
+        if (
+            token.kind == "set"
+            and "@" in token.key
+            and not is_placed_choice(str(token.value), is_megatron=is_megatron(draft))
+        ):
+            draft.find("group-packages", token.key, text=token.text)
+
+
 def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dict[str, Plain]:
     """Return the keys of no release: a fork's own. They are listed, and never guessed."""
     result = {
@@ -276,14 +303,16 @@ def _losses(draft: Draft, tokens: Sequence[Override], reports: Sequence[TokenRep
     """Report settings by the user that were dropped and may be missed."""
     reported = {key for finding in draft.findings for key in finding.old_keys}
     for token, report in zip(tokens, reports, strict=True):
+        usual = (*NEUTRAL, *_USUAL.get(token.key, ()), draft.old.defaults.get(token.key))
+        is_question = report.disposition == "needs a person"
         is_lost = (
-            report.disposition == "dropped"
+            (report.disposition == "dropped" or is_question)
             and report.hazard
-            and token.value not in (*NEUTRAL, *_USUAL.get(token.key, ()))
+            and token.value not in usual
         )
         if is_lost and token.key not in reported and token.key not in draft.drop_reasons:
             draft.report(
-                "hazard",
+                "person" if is_question else "hazard",
                 report.rule,
                 f"{token.text} has no counterpart. {report.hazard}",
                 token.key,

@@ -70,6 +70,7 @@ def _build(draft: Draft, role: OldRole) -> None:
     build_habits(draft)
     build_runtime(draft)
     apply_rules(draft, "seed", old="trainer.seed")
+    apply_rules(draft, "sft-max-rows")
     if world_size(draft) is None:
         draft.find("sft-cluster")
     _custom(draft)
@@ -293,6 +294,7 @@ def build_ppo(draft: Draft) -> None:
         draft.explain_drop("critic", "the estimator needs no critic, so there is none")
     if has_ref_role(draft):
         build_role(draft, REF)
+        _ref_model(draft)
     else:
         without = "no KL coefficient is above 0, so there is no reference policy"
         draft.explain_drop(
@@ -309,6 +311,17 @@ def build_ppo(draft: Draft) -> None:
     build_numerics(draft)
     build_generation(draft)
     find_refusals(draft)
+
+
+def _ref_model(draft: Draft) -> None:
+    """Set the reference's own model, which only the old FSDP workers of some releases read."""
+    old_workers = not is_megatron(draft) and not has_engines(draft)
+    if old_workers and draft.since("v0.6.0") and not draft.since("v0.8.0"):
+        apply_rules(draft, "ref-model")
+    else:
+        draft.explain_drop(
+            "actor_rollout_ref.ref.model.path", "the workers of this release did not read it"
+        )
 
 
 def find_refusals(draft: Draft) -> None:

@@ -6,7 +6,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from temper_legacy_shim.configs.reading.config_values import Override, Plain, flatten
-from temper_legacy_shim.configs.reading.trees import Family, known_keys, own_configs
+from temper_legacy_shim.configs.reading.trees import (
+    Family,
+    known_keys,
+    own_configs,
+    releases_of_program,
+)
 
 Program = Literal["ppo", "sft", "sft1", "generation", "evaluation"]
 
@@ -41,6 +46,9 @@ FOREIGN_TRAINERS = (
     "split",
     "r1_ascend",
     "sac",
+    "dance_grpo",
+    "atropos",
+    "spo",
 )
 """Trainers with losses or data that have no counterpart."""
 
@@ -78,20 +86,26 @@ def launch_of(
     name = name.removesuffix(".yaml").rpartition("/")[2]
     path = _module(entry)
     program = _program(path, overrides, given)
-    engine = (
-        _group(overrides, "model_engine")
-        or _group(overrides, "engine")
-        or str(given.get("model_engine") or "")
+    model_engine = _group(overrides, "model_engine") or str(given.get("model_engine") or "")
+    engine = model_engine or _group(overrides, "engine")
+    placed = [
+        (override.key.partition("@")[0], str(override.value))
+        for override in overrides
+        if override.kind == "set" and "@" in override.key
+    ]
+    engine = engine or next(
+        (word for _, choice in placed if (word := _engine_word(choice)) in _FOREIGN_ENGINES), ""
     )
     is_megatron = (
         "megatron" in name
+        or any(group == "actor" and choice.startswith("megatron") for group, choice in placed)
         or name.startswith("on_policy_distill")
         or engine in _MEGATRON_ENGINES
         or given.get("actor_rollout_ref.actor.strategy") == "megatron"
     )
     foreign = (
         f"the training engine {engine} has no counterpart here"
-        if engine in _FOREIGN_ENGINES
+        if engine in _FOREIGN_ENGINES or (model_engine or "dp") not in ("dp", "fsdp", "megatron")
         else ""
     )
     if "automodel" in path or any(
@@ -148,12 +162,11 @@ _PROGRAMS = re.compile(
     r"main(_\w+)?|fsdp_sft_trainer|sft_trainer(_ray)?|generation|evaluation|generate|fully_async_main|\w+_trainer"
 )
 """Last parts of the entries of all releases and recipes."""
-_HOMES = ("recipe", "examples", "tests")
-_IN_VERL = re.compile(
-    r"(?:.+\.)?verl\.(?:experimental\..+"
-    r"|trainer\.(?:main_(?:eval|generation(?:_server)?|ppo(?:_sync|_v0)?)|(?:fsdp_)?sft_trainer(?:_ray)?))"
+_EXTERNAL_PROGRAMS = re.compile(
+    r"(?:.+\.)?recipe\.(?:dapo|entropy|fully_async_policy|one_step_off_policy|transfer_queue)\.\w+"
+    r"|main_(?:ppo|dapo|entropy|eval|generation)|(?:fsdp_)?sft_trainer|fully_async_main"
 )
-"""Programs inside the package verl of any release."""
+"""Recipes that train as their configuration says, and programs that are named without a folder."""
 _CONFIGS = re.compile(
     r"(one_step_off_|fully_async_|transfer_queue_)?(ppo|dapo)(_megatron)?_trainer|sft_trainer(_engine)?|generation|evaluation"
     r"|(entropy|prime|spin|sppo|rm|gkd)_(trainer|config)|ppo_(diffusion|veomni|torchtitan)_trainer"
@@ -185,9 +198,8 @@ def _is_fork(path: str) -> bool:
     """Check if no release has this module or file, wherever the old packages were cloned."""
     return (
         path not in _KINDS
-        and "." in path
-        and not _IN_VERL.fullmatch(path)
-        and not any(part in _HOMES for part in path.split(".")[:-1])
+        and not releases_of_program(path)
+        and not _EXTERNAL_PROGRAMS.fullmatch(path)
     )
 
 
@@ -219,6 +231,22 @@ def _family(program: Program, *, is_megatron: bool) -> Family:
     if program == "sft":
         return "sft_megatron" if is_megatron else "sft_fsdp"
     return "sft_columns" if program == "sft1" else program
+
+
+def _engine_word(choice: str) -> str:
+    return choice.partition("_")[0]
+
+
+def is_placed_choice(choice: str, *, is_megatron: bool) -> bool:
+    """Check if a group that is placed by hand has the values of the tree that is read."""
+    engines = ("megatron",) if is_megatron else ("dp", "fsdp")
+    return choice in _PLAIN_CHOICES or _engine_word(choice) in (*engines, *_FOREIGN_ENGINES)
+
+
+_PLAIN_CHOICES = (
+    *("actor", "critic", "ref", "rollout", "reward", "reward_model", "distillation"),
+    *("hf_model", "legacy_data"),
+)
 
 
 def _flag(overrides: Sequence[Override], names: tuple[str, ...]) -> str | None:

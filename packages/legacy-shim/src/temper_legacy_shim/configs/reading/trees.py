@@ -164,6 +164,14 @@ def _tree(version: str, family: Family) -> dict[str, Plain]:
 
 
 @cache
+def releases_of_program(path: str) -> tuple[str, ...]:
+    """Return the releases with a program of verl's package, oldest first; empty if none had it."""
+    programs: dict[str, list[int]] = _packed()["programs"]  # type: ignore[assignment]
+    name = next((name for name in programs if f".{path}".endswith(f".{name}")), None)
+    return tuple(versions()[number] for number in programs[name]) if name else ()
+
+
+@cache
 def own_configs() -> frozenset[str]:
     """Return the names of configurations of asynchronous trainers, recipes and examples."""
     return frozenset(_configs())

@@ -11,6 +11,7 @@ from temper_legacy_shim.configs.reading.trees import (
     composed_tree,
     families_of,
     releases_of,
+    releases_of_program,
     versions,
 )
 from temper_legacy_shim.configs.translation import Setting
@@ -24,6 +25,7 @@ def infer_version(
     family: Family,
     program: Program,
     configs: tuple[str, ...],
+    entry: str,
     given: dict[str, Plain],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the releases that refuse the fewest keys, oldest first, and why.
@@ -35,9 +37,10 @@ def infer_version(
         family: which tree; a release without it is no candidate.
         program: for the sentence.
         configs: further configurations of the entry; a release without them is no candidate.
+        entry: module; a release without it is no candidate if another one has it.
         given: leaves of the user's own file.
     """
-    candidates = releases_with(family, configs)
+    candidates = releases_with(family, configs, entry)
     counts = {
         version: _refusals(overrides, given, version=version, family=family, configs=configs)
         for version in candidates
@@ -56,9 +59,14 @@ def infer_version(
     return tuple(best), tuple(evidence)
 
 
-def releases_with(family: Family, configs: tuple[str, ...]) -> list[str]:
-    """Return the releases that have a tree and all further configurations, oldest first."""
+def releases_with(family: Family, configs: tuple[str, ...], entry: str) -> list[str]:
+    """Return the releases that have a tree, all further configurations and the program.
+
+    The program counts if it is one of verl's package. The oldest release comes first.
+    """
     having = [set(releases_of(config)) for config in configs]
+    if releases_of_program(entry):
+        having.append(set(releases_of_program(entry)))
     return [
         version
         for version in versions()

@@ -70,8 +70,8 @@ def _server(draft: Draft) -> None:
         return
     if name.startswith("sglang"):
         draft.find("sglang", *old, name=name)
-    elif name == "trtllm":
-        draft.find("trtllm", *old)
+    elif name not in ("vllm", "???"):
+        draft.find("other-sampler", *old, name=name)
     draft.put("rollout", "vllm", rule="rollout-name", old=old, group=True)
     _refuse_truncated(draft)
     _vllm(draft)

@@ -146,11 +146,21 @@ def _has_text_part(model: str) -> bool:
 
 def find_images(draft: Draft) -> None:
     """Ask about every sign of images, video or sound in model, config.json, data and settings."""
-    signs = list(_signs(draft))
-    if signs:
-        draft.find("images", names="; ".join(dict.fromkeys(signs)))
-        if any(_has_text_part(_text(draft, key)) for key in _PATHS[:2]):
-            _find_trained_encoder(draft)
+    models, others = dict(_model_signs(draft)), list(_other_signs(draft))
+    if not models and not others:
+        return
+    if not others and not is_megatron(draft) and all(map(_is_general, models)):
+        draft.find("text-part", models=" and ".join(models))
+    else:
+        draft.find("images", names="; ".join(dict.fromkeys([*models.values(), *others])))
+    if any(_has_text_part(_text(draft, key)) for key in _PATHS[:2]):
+        _find_trained_encoder(draft)
+
+
+def _is_general(model: str) -> bool:
+    """Check if a model with an encoder is mostly trained on text: there is no other Qwen3.5."""
+    model_type = config_json(model).get("model_type", "")
+    return re.search(r"qwen-?3[._]5", str(model_type or model), re.IGNORECASE) is not None
 
 
 _FREEZE = "actor_rollout_ref.actor.freeze_vision_tower"
@@ -184,13 +194,17 @@ def _find_trained_encoder(draft: Draft) -> None:
     draft.find("vision-tower.trained", _FREEZE, reason=reason)
 
 
-def _signs(draft: Draft) -> Iterator[str]:
+def _model_signs(draft: Draft) -> Iterator[tuple[str, str]]:
+    """Yield each model that has an encoder, and the sign of it."""
     for key in _PATHS:
         model = _text(draft, key) if key == _PATHS[0] or draft.old.is_set(key) else ""
         if _NAMES.search(model):
-            yield f"the model is {model}"
+            yield model, f"the model is {model}"
         elif part := part_of_folder(model):
-            yield f"the model is {model}, whose config.json says {part}"
+            yield model, f"the model is {model}, whose config.json says {part}"
+
+
+def _other_signs(draft: Draft) -> Iterator[str]:
     yield from (f"{key} is set" for key in _KEYS if draft.old.is_set(key) and draft.text(key))
     files = " ".join(
         text

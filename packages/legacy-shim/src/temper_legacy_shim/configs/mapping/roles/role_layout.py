@@ -72,7 +72,11 @@ def set_fsdp(draft: Draft, role: OldRole) -> None:
     strategy_key = f"{role.block}.strategy"
     strategy = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}.get(draft.text(strategy_key) or "fsdp")
     if strategy is None:
-        draft.find("strategy.not-fsdp", strategy_key, value=draft.text(strategy_key))
+        value = draft.text(strategy_key)
+        if value == "fsdp_turbo" and draft.since("main"):
+            draft.find("strategy.turbo", strategy_key, value=value)
+        else:
+            draft.find("strategy.not-fsdp", strategy_key, value=value)
         strategy = "fsdp2"
     draft.put(f"{engine}.strategy", strategy, rule="strategy", old=[strategy_key])
     _fsdp_size(draft, role, block)
