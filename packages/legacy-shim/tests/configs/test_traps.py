@@ -677,6 +677,13 @@ def test_choice_of_a_group_that_no_release_had_is_a_question(
     assert questions == ({rule} if rule else set())
 
 
+def test_settings_of_another_engine_are_not_called_refused() -> None:
+    result = translated(
+        "v0.9.1", "model_engine=veomni", "actor_rollout_ref.actor.veomni.fsdp_size=4"
+    )
+    assert "refused" not in {finding.level for finding in result.findings}
+
+
 def test_sampler_of_another_kind_is_a_hazard() -> None:
     result = translated("v0.9.1", "actor_rollout_ref.rollout.name=dynamo")
     (message,) = [each.message for each in result.findings if each.rule == "other-sampler"]

@@ -401,6 +401,16 @@ def test_a_branch_that_only_chooses_between_texts_of_overrides_stops_where_it_wa
     assert "choose it with --set" in lines[lines.index("else") + 1]
 
 
+def test_configuration_of_a_known_program_is_not_looked_for(tmp_path: Path) -> None:
+    script = migrate_script(
+        "python3 -m recipe.dapo.main_dapo --config-name=dapo_megatron_trainer "
+        "algorithm.adv_estimator=grpo trainer.nnodes=1\n",
+        folder=tmp_path,
+    ).script
+    assert script is not None
+    assert "of your own" not in " ".join(script.persons)
+
+
 def test_a_users_own_file_of_an_old_name_is_read_and_the_packages_own_is_not_looked_for(
     tmp_path: Path,
 ) -> None:

@@ -147,7 +147,8 @@ def translate(
         {release: drafted(release).settings for release in candidates if release != source.version},
     )
     unmapped = _unmapped(draft, tokens, launch.program)
-    _refusals(draft, tokens, unmapped)
+    if not launch.foreign:  # its settings are of a tree that is not here
+        _refusals(draft, tokens, unmapped)
     _find_placed(draft, tokens)
     listed = [*_set_in_file(draft.old), *tokens]
     reports = report_tokens(draft, listed, program=launch.program)

@@ -14,6 +14,7 @@ from temper_legacy_shim.configs.reading.config_files import (
     with_missing,
 )
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
+from temper_legacy_shim.configs.reading.trees import own_configs
 from temper_legacy_shim.configs.translate import make_cpu_trial
 from temper_legacy_shim.scripts.launches import Launch, Override
 
@@ -370,7 +371,6 @@ def find_own_config(launch: Launch, folder: Path) -> OldFile | None:
 def uses_own_config(launch: Launch) -> bool:
     """Check if the file is the user's own, by its name or its folder."""
     name = (launch.config_name or "").removesuffix(".yaml").rpartition("/")[2]
-    is_packaged = (
-        bool(entry_of(name)) and _PACKAGED.search(launch.config_path or "config") is not None
-    )
+    is_of_a_release = bool(entry_of(name)) or name in own_configs()
+    is_packaged = is_of_a_release and _PACKAGED.search(launch.config_path or "config") is not None
     return bool(name) and "$" not in name and not is_packaged
