@@ -126,7 +126,9 @@ def run_command(shell: Shell, command: Command, *, is_tested: bool = False) -> N
         case Test():
             shell.status = _test_status(shell, command, is_decided=is_tested)
         case Calculation():
-            shell.status = _calculation_status(shell, command)
+            word = command.expression
+            known = expansion.arithmetic(shell, word, word.source).known
+            shell.status = None if known is None else int(int(known) == 0)
 
 
 def _run_subshell(shell: Shell, body: Program) -> None:
@@ -183,11 +185,6 @@ def _written(shell: Shell, span: Span) -> str:
     if shell.reading.inner is not None:
         span = shell.reading.inner
     return " ".join(shell.reading.text[span.start : span.end].split())[:160]
-
-
-def _calculation_status(shell: Shell, command: Calculation) -> int | None:
-    known = expansion.arithmetic(shell, command.expression, command.expression.source).known
-    return None if known is None else int(int(known) == 0)
 
 
 def _decided(shell: Shell, condition: Program, *, usual: int | None = None) -> bool:

@@ -149,8 +149,8 @@ def translate(
     unmapped = _unmapped(draft, tokens, launch.program)
     if not launch.foreign:  # its settings are of a tree that is not here
         _refusals(draft, tokens, unmapped)
-    _find_placed(draft, tokens)
     listed = [*_set_in_file(draft.old), *tokens]
+    _find_placed(draft, listed)
     reports = report_tokens(draft, listed, program=launch.program)
     _losses(draft, listed, reports)
     return Translation(

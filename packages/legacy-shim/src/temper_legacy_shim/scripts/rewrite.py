@@ -40,7 +40,7 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
     rewritten: list[Span] = []
     kept: list[str] = []
     # One array per command site; a script may start several trainers.
-    names = _array_names(reading.text)
+    names = _Names(reading.text)
     for span, launches in _group_by_site(translated).items():
         problem = _problem(launches)
         line = reading.text.count("\n", 0, span.start) + 1
@@ -129,10 +129,6 @@ def _problem(launches: list[TranslatedLaunch]) -> str:
             "and differ: write one command for each."
         )
     return ""
-
-
-def _array_names(text: str) -> "_Names":
-    return _Names(text)
 
 
 class _Names:

@@ -84,12 +84,8 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
         keys = [] if variable is None else list(_elements_of(variable))
         indices = [key if isinstance(key, int) else position for position, key in enumerate(keys)]
         return sliced(shell, part, listed, indices)
-    return [_transformed_field(shell, part, field) for field in listed]
-
-
-def _transformed_field(shell: Shell, part: Parameter, field: Field) -> Field:
-    text = transformed(shell, part, field.text)
-    return Field(text, text.raw())
+    texts = [transformed(shell, part, field.text) for field in listed]
+    return [Field(text, text.raw()) for text in texts]
 
 
 def _opensliced(shell: Shell, part: Parameter) -> list[Field] | None:

@@ -94,7 +94,7 @@ def launch_of(
         if override.kind == "set" and "@" in override.key
     ]
     engine = engine or next(
-        (word for _, choice in placed if (word := _engine_word(choice)) in _FOREIGN_ENGINES), ""
+        (word for _, choice in placed if (word := choice.partition("_")[0]) in _FOREIGN_ENGINES), ""
     )
     is_megatron = (
         "megatron" in name
@@ -118,7 +118,11 @@ def launch_of(
             "(config=FILE, worker.*)"
         )
     contradiction = ""
-    if "megatron" not in path and _given_strategy(overrides) == "megatron" and program == "ppo":
+    if (
+        "megatron" not in path
+        and _group(overrides, "actor_rollout_ref.actor.strategy") == "megatron"
+        and program == "ppo"
+    ):
         if not is_megatron and name in ("", "ppo_trainer") and not given:
             contradiction = (
                 "actor_rollout_ref.actor.strategy is megatron, but the configuration that the "
@@ -233,14 +237,10 @@ def _family(program: Program, *, is_megatron: bool) -> Family:
     return "sft_columns" if program == "sft1" else program
 
 
-def _engine_word(choice: str) -> str:
-    return choice.partition("_")[0]
-
-
 def is_placed_choice(choice: str, *, is_megatron: bool) -> bool:
     """Check if a group that is placed by hand has the values of the tree that is read."""
     engines = ("megatron",) if is_megatron else ("dp", "fsdp")
-    return choice in _PLAIN_CHOICES or _engine_word(choice) in (*engines, *_FOREIGN_ENGINES)
+    return choice in _PLAIN_CHOICES or choice.partition("_")[0] in (*engines, *_FOREIGN_ENGINES)
 
 
 _PLAIN_CHOICES = (
@@ -267,10 +267,6 @@ def _group(overrides: Sequence[Override], name: str) -> str:
         ),
         "",
     )
-
-
-def _given_strategy(overrides: Sequence[Override]) -> str:
-    return _group(overrides, "actor_rollout_ref.actor.strategy")
 
 
 GROUPS = ("model_engine", "engine", "optim")

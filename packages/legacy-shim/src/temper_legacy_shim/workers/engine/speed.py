@@ -52,7 +52,8 @@ def compute_mfu(
         return None
     fields = _fields_of(engine)
     done = operations(fields, [int(length) for length in lengths]) * passes / elapsed_s
-    return done / peak(_device_name()) / engine.topology.world_size
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return done / peak(device) / engine.topology.world_size
 
 
 def operations(fields: Mapping[str, object], lengths: Sequence[int]) -> float:
@@ -85,10 +86,6 @@ def peak(device_name: str) -> float:
     if device_name == "cpu":
         return _CPU_PEAK
     return next((value for name, value in _PEAKS.items() if name in device_name), math.inf)
-
-
-def _device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def _fields_of(engine: BaseEngine) -> Mapping[str, object]:

@@ -26,7 +26,9 @@ def build_reward(draft: Draft) -> None:
             "reward-model.with-function" if _was_served(draft) else "reward-model.before-function"
         )
         draft.find(name, f"{model}.enable", block=model, path=file)
-    _manager(draft)
+    key, name = _manager_of(draft)
+    if name not in _MANAGERS:
+        draft.find("reward-manager", key, name=name)
     _overlong(draft, is_scored_by_model=is_scored_by_model)
     # The first call of a model loads it.
     draft.put("reward.timeout_s", 1800.0 if model else 300.0, rule="reward-timeout")
@@ -141,12 +143,6 @@ def _manager_of(draft: Draft) -> tuple[str, str]:
         next((key for key in MANAGER_KEYS if draft.text(key)), ""),
     )
     return key, draft.text(key) or "naive"
-
-
-def _manager(draft: Draft) -> None:
-    key, name = _manager_of(draft)
-    if name not in _MANAGERS:
-        draft.find("reward-manager", key, name=name)
 
 
 def _overlong(draft: Draft, *, is_scored_by_model: bool) -> None:

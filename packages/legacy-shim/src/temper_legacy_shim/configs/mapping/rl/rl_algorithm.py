@@ -167,7 +167,8 @@ def _clip(draft: Draft) -> None:
                 "clipped",
             )
         return
-    if not has_clip(draft):
+    loss = draft.settings.get("algorithm.policy_loss.name")
+    if loss is not None and (loss.value in ("kl_cov", "sapo") or ":" in str(loss.value)):
         for key in (low, high, full):
             draft.explain_drop(key, "this policy loss clips no ratio")
         return
@@ -305,11 +306,6 @@ def build_policy_loss(draft: Draft) -> None:
     draft.put("algorithm.policy_loss.name", new_word, rule="policy-loss", old=[key])
     blocks = {"mode": key, "block": key.rpartition(".")[0]}
     apply_rules(draft, "policy-loss", "covariance", "sapo", blocks=blocks)
-
-
-def has_clip(draft: Draft) -> bool:
-    loss = draft.settings.get("algorithm.policy_loss.name")
-    return loss is None or (loss.value not in ("kl_cov", "sapo") and ":" not in str(loss.value))
 
 
 def clip_bounds(draft: Draft) -> tuple[str, str]:

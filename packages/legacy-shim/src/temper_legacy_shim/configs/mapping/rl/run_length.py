@@ -27,7 +27,8 @@ def build_run(draft: Draft) -> None:
     if evaluates(draft):
         apply_rules(draft, "test-freq", old=evaluation_key(draft))
     build_runtime(draft)
-    _warmup_of_critic(draft)
+    if steps := draft.integer("trainer.critic_warmup"):
+        draft.find("critic-warmup", "trainer.critic_warmup", steps=steps)
     callback = draft.text("trainer.checkpoint_callback_class")
     if callback:
         draft.find("checkpoint-callback", "trainer.checkpoint_callback_class", callback=callback)
@@ -162,9 +163,3 @@ def build_runtime(draft: Draft) -> None:
     device = draft.text("trainer.device")
     if device != "cpu":
         draft.put("runtime.gpus_per_worker", 1.0, rule="runtime", old=CLUSTER_KEYS)
-
-
-def _warmup_of_critic(draft: Draft) -> None:
-    steps = draft.integer("trainer.critic_warmup")
-    if steps:
-        draft.find("critic-warmup", "trainer.critic_warmup", steps=steps)

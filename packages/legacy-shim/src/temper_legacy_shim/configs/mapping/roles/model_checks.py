@@ -200,7 +200,7 @@ def _model_signs(draft: Draft) -> Iterator[tuple[str, str]]:
         model = _text(draft, key) if key == _PATHS[0] or draft.old.is_set(key) else ""
         if _NAMES.search(model):
             yield model, f"the model is {model}"
-        elif part := part_of_folder(model):
+        elif part := _part(config_json(model)):
             yield model, f"the model is {model}, whose config.json says {part}"
 
 
@@ -230,12 +230,8 @@ def _text(draft: Draft, key: str) -> str:
     return draft.expanded.get(key) or draft.text(key)
 
 
-def part_of_folder(model: str) -> str:
-    """Find a field of a local config.json that indicates images, video or sound."""
-    return _part(config_json(model))
-
-
 def _part(fields: Mapping[str, object]) -> str:
+    """Find a field of a config.json that indicates images, video or sound."""
     for key, value in fields.items():
         if value and _PARTS.fullmatch(key):
             return key

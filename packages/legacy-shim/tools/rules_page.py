@@ -1,4 +1,4 @@
-"""Print the page of all rules: ``python -m temper_legacy_shim.configs.rules_page``."""
+"""Print the page of all rules: ``python packages/legacy-shim/tools/rules_page.py``."""
 
 import sys
 
@@ -7,7 +7,7 @@ from temper_legacy_shim.configs.mapping.rules import Rule, rules, sources_of
 _HEAD = """\
 # Every rule of `temper-migrate config`
 
-Made by `python -m temper_legacy_shim.configs.rules_page` from the table that the translator uses;
+Made by `python packages/legacy-shim/tools/rules_page.py` from the table that the translator uses;
 [the guide](config.md) says how to read a report. `{a,b}` is either, `*` one part of a key, `**` the
 rest where a release had that key, `***` any rest. Programs: ppo, sft (second generation), sft1
 (first), generation, evaluation. A row without an old key is a value that is written out because the
