@@ -231,7 +231,6 @@ def _text(draft: Draft, key: str) -> str:
 
 
 def _part(fields: Mapping[str, object]) -> str:
-    """Find a field of a config.json that indicates images, video or sound."""
     for key, value in fields.items():
         if value and _PARTS.fullmatch(key):
             return key
