@@ -361,13 +361,13 @@ DATA = (
     Case(
         name="= in an unquoted path",
         arguments=("data.train.paths=[k=v.jsonl]",),
-        expects="quote",
+        expects="write 'data.train.paths=[\"k=v.jsonl\"]'",
         before="parser jargon, but says to quote, 2",
     ),
     Case(
         name="{ in an unquoted path",
         arguments=("data.train.paths=[a{b.jsonl]",),
-        expects="quote",
+        expects="write 'data.train.paths=[\"a{b.jsonl\"]'",
         before="parser jargon, but says to quote, 2",
     ),
     Case(
