@@ -48,7 +48,10 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     ) -> ProgramResult:
         """Make two requests through the endpoint of verifiers."""
         messages: list[Any] = [{"role": "user", "content": data.prompt}]
-        async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
+        # The default allows 5 s to connect, which is too short on a busy machine.
+        async with AsyncOpenAI(
+            base_url=endpoint, api_key=secret, max_retries=0, timeout=120
+        ) as client:
             for request in ("Check it.", ""):
                 response = await client.chat.completions.create(model=ctx.model, messages=messages)
                 answer = response.choices[0].message.content or ""
