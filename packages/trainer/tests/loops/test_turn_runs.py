@@ -1,6 +1,8 @@
 """Run a small policy with the calculator, whose answers are read but not trained."""
 
+import base64
 import json
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,11 +100,15 @@ def test_timeline_and_recorded_rollouts_are_those_of_the_run(
                 assert each["requested_s"] <= begin <= end <= each["scored_s"]
         assert {span[0] for each in step["rollouts"] for span in each["spans"]} >= {"sampling"}
         assert max(step["servers"]["0"]["open"]) > 0
+
+    def decode(typecode: str, values: str) -> list[Any]:
+        return array(typecode, base64.b64decode(values)).tolist()
+
     sampled = [
         [
-            row["tokens"],
-            [round(each, 5) for each in row["logprobs"]],
-            row["token_versions"] or [row["weight_version"]],
+            decode("I", row["tokens"]),
+            [round(each, 5) for each in decode("f", row["logprobs"])],
+            decode("I", row["token_versions"]) or [row["weight_version"]],
         ]
         for row in read("completions.jsonl")
         if "tokens" in row
