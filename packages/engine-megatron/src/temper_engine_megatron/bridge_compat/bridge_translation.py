@@ -36,11 +36,8 @@ The bridge translates more, but with model classes that do what this engine woul
 Gemma's scaled embedding; see `huggingface.model_comparison`."""
 _USE_SUPPORTED = f"use a {', '.join(TESTED_MODEL_TYPES[:-1])} or {TESTED_MODEL_TYPES[-1]} model."
 
-_HYBRID = "layers with linear attention over packed sequences"
 MISSING_COMPONENTS: Mapping[str, str] = {
     "gemma2": "soft-capped attention and logits",
-    "qwen3_5_text": f"{_HYBRID}, and a translation by Megatron-Bridge",
-    "qwen3_5_moe_text": f"{_HYBRID}, shared experts and a translation by Megatron-Bridge",
     "cohere": "LayerNorm, attention parallel to the MLP, and a factor of the logits",
 }
 """Components that this engine lacks for families that the FSDP engine supports, by model type."""
@@ -256,6 +253,10 @@ def _make_own_bridge(model_type: str) -> Any:
         from temper_engine_megatron.bridge_compat.gemma3_bridge import Gemma3TextBridge
 
         return Gemma3TextBridge()
+    if model_type in ("qwen3_5_text", "qwen3_5_moe_text"):
+        from temper_engine_megatron.bridge_compat.qwen3_5_bridge import Qwen35TextBridge
+
+        return Qwen35TextBridge()
     if model_type == "nemotron_h":
         from temper_engine_megatron.bridge_compat.nemotron_h_bridge import NemotronHBridge
 

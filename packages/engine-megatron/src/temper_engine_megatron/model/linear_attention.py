@@ -4,6 +4,8 @@ Each sequence starts with an empty state. The layer is not divided: ranks that s
 gather it, compute all of the layer, and keep their tokens.
 """
 
+import importlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,18 +20,20 @@ from torch import Tensor, nn
 
 from temper_engine_megatron.model.packed_attention import PackLayout, RowLayout, gather_sequence
 
+_MIXERS: Mapping[str, tuple[str, str]] = {
+    "nemotron_h": ("nemotron_h", "NemotronHMamba2Mixer"),
+    "qwen3_next": ("qwen3_next", "Qwen3NextGatedDeltaNet"),
+    "qwen3_5_text": ("qwen3_5", "Qwen3_5GatedDeltaNet"),
+    "qwen3_5_moe_text": ("qwen3_5_moe", "Qwen3_5MoeGatedDeltaNet"),
+}
+"""Module of transformers and class of the layer, by model type."""
+
 
 def _import_mixer_class(model_type: str) -> type[nn.Module]:
-    mixer_class: type[nn.Module]
     # Imported here, because older versions of transformers lack some of these models.
-    if model_type == "nemotron_h":
-        from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
-
-        mixer_class = NemotronHMamba2Mixer
-        return mixer_class
-    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
-
-    mixer_class = Qwen3NextGatedDeltaNet
+    name, class_name = _MIXERS[model_type]
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    mixer_class: type[nn.Module] = getattr(module, class_name)
     return mixer_class
 
 
