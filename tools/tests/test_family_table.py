@@ -14,6 +14,7 @@ from tools.family_table import (
     PAGE,
     RECORD,
     ROOT,
+    VLLM_RECORD,
     FamilyRun,
     add_families,
     find_faults,
@@ -23,6 +24,7 @@ from tools.family_table import (
 )
 
 OUTPUTS, GRADIENTS, *_ = COLUMNS
+NOTHING_IN_VLLM = {"versions": {}, "families": {}}
 
 
 def make_run(*, num_waiting: int = 0, compute: str = "fp32") -> ConformanceRun:
@@ -53,13 +55,14 @@ def test_page_has_the_table_of_the_record() -> None:
 
 def test_page_with_another_number_than_the_record_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / RECORD).parent.mkdir(parents=True)
-    (tmp_path / RECORD).write_text((ROOT / RECORD).read_text())
+    for record in (RECORD, VLLM_RECORD):
+        (tmp_path / record).write_text((ROOT / record).read_text())
     page = (ROOT / PAGE).read_text()
     (tmp_path / PAGE).write_text(
         page.replace("| gemma2 | fsdp, fp32 | 3 |", "| gemma2 | fsdp, fp32 | 4 |")
     )
     (fault,) = find_faults(tmp_path)
-    assert "is not that of docs/records/families.json" in fault
+    assert "are not those of docs/records/families.json" in fault
 
 
 def test_record_has_every_family_in_all_tests_in_float32() -> None:
@@ -71,15 +74,30 @@ def test_record_has_every_family_in_all_tests_in_float32() -> None:
 
 
 def test_table_shows_tolerances_and_failures() -> None:
-    page = update_page((ROOT / PAGE).read_text(), [summarize(make_run())])
+    page = update_page((ROOT / PAGE).read_text(), [summarize(make_run())], NOTHING_IN_VLLM)
     assert "| mixtral | e, fp32 | 1 | 3e-6 | failed in 1-rank | - | - | - | - |\n" in page
     assert "| cohere | e, fp32 | 1 | 3e-6 | - | - | - | - | - |\n" in page
     assert "| gemma2 | e, fp32 |" not in page
     assert "--families mixtral,cohere --thorough" in page
 
 
+def test_exports_in_vllm_show_the_difference_or_the_error() -> None:
+    common = {"engines": ["fsdp", "megatron"], "dtype": "float32"}
+    families = {
+        "mixtral": {**common, "difference": 2.34e-6},
+        "cohere": {**common, "error": "ValueError: no kernel"},
+    }
+    record = {"versions": {"vllm": "0.27.1"}, "families": families}
+    page = update_page((ROOT / PAGE).read_text(), [], record)
+    assert "| mixtral | fsdp, megatron | float32 | 2e-6 |\n" in page
+    assert "| cohere | fsdp, megatron | float32 | no: ValueError: no kernel |\n" in page
+    assert "| gemma2 | fsdp |" not in page
+
+
 def test_test_that_always_runs_in_float32_does_not_count_as_bf16() -> None:
-    page = update_page((ROOT / PAGE).read_text(), [summarize(make_run(compute="bf16"))])
+    page = update_page(
+        (ROOT / PAGE).read_text(), [summarize(make_run(compute="bf16"))], NOTHING_IN_VLLM
+    )
     assert "| mixtral | e, bf16 | 1 | 0.05 | - | - | - | - | - |\n" in page
 
 
@@ -122,4 +140,4 @@ def test_families_of_other_layouts_or_versions_are_dropped(change: dict[str, Any
 
 def test_page_without_its_comments_is_refused() -> None:
     with pytest.raises(ValueError, match="the page needs the lines"):
-        update_page("# A page\n", [])
+        update_page("# A page\n", [], NOTHING_IN_VLLM)

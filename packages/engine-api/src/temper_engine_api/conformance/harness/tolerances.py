@@ -99,6 +99,17 @@ def get_family_gradient(family: str) -> Tolerance:
     )
 
 
+def get_family_logprob(family: str) -> Tolerance:
+    """Return the tolerance for log-probs and entropies of a family in `model_families`."""
+    if family == "qwen3_5_moe":
+        # Linear attention divides its output by its norm, which enlarges the rounding of a small
+        # output. At one token of the kit's batch transformers in bf16 is off by 0.065 of the
+        # largest entropy, FSDPEngine by 0.08, and transformers with these layers in float32 by
+        # 0.006.
+        return replace(LOGPROB, relative_bf16=0.1)
+    return LOGPROB
+
+
 LOGPROB = Tolerance(
     relative=3e-6,
     reason="float32 logits of hidden size 32 through four layers, summed in another order",

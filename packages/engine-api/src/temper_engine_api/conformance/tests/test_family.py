@@ -31,6 +31,7 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_equal,
     assert_close,
     get_family_gradient,
+    get_family_logprob,
 )
 from temper_engine_api.conformance.inputs.model_families import FAMILIES, has_smooth_gradient
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
@@ -75,6 +76,7 @@ def test_family_outputs_match_transformers(
             batch=batch,
             head_outputs=requested,
             split=split,
+            tolerance=get_family_logprob(family),
         )
 
 

@@ -1,0 +1,247 @@
+"""Load the weights that engines export for each family in vLLM, and compare log-probs.
+
+    TEMPER_ROLLOUT_PYTHON=PYTHON python -m tools.vllm_families [--torchvision DIR] [FAMILY ...]
+
+PYTHON is the interpreter of an environment with vLLM. For families with an encoder of images it
+also needs torchvision: there, or in DIR, to which `pip install --no-deps --target DIR torchvision`
+writes it. Each family is the conformance kit's tiny
+model, with heads that vLLM's attention on CPUs takes. Both engines update and export it, and their
+exports must have the same tensors. vLLM loads them, and its log-probs of given tokens are compared
+with those of transformers in float32. The results of the named families, by default all, are
+written to docs/records/vllm_families.json; `python -m tools.family_table` then updates
+docs/models.md. The exit status is 1 if a family differs too much, or no longer loads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig
+
+from temper_engine_api.conformance.harness.rank import ADAMW, ONE_RANK
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.conformance.harness.tolerances import UPDATE, assert_all_close
+from temper_engine_api.conformance.inputs.batches import make_ragged_batch
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.tiny_models import TinyModel, get_auto_class
+from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.tests.test_family import export_around_update
+from temper_engine_megatron.bridge_compat import TESTED_MODEL_TYPES
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = Path("docs/records/vllm_families.json")
+ENGINES = ("fsdp", "megatron")
+TOLERANCES = {"float32": 1e-5, "bfloat16": 0.1}
+"""Allowed mean difference of log-probs by dtype of vLLM, in nats."""
+ONLY_BF16 = frozenset(
+    {"gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe"}
+)
+"""Families for which vLLM has kernels for CPUs in bf16 only."""
+
+_WIDE: Mapping[str, object] = {
+    "hidden_size": 128,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+_HEADS: Mapping[str, object] = {"head_dim": 32}
+_LATENT_HEADS: Mapping[str, object] = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
+"""vLLM's attention on CPUs has no kernel for heads of less than 32."""
+_EXTENDED: Mapping[str, object] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
+"""The extended context of published gpt-oss models, whose fields vLLM always reads."""
+
+
+def widen(family: str) -> TinyModel:
+    """Return the family's tiny model with sizes that vLLM's kernels for CPUs take."""
+    model = FAMILIES[family]
+    heads = _LATENT_HEADS if "kv_lora_rank" in model.architecture else _HEADS
+    known = {**model.settings, **model.architecture}
+    wide = {name: size for name, size in _WIDE.items() if name in known}
+    fields = {**model.architecture, **wide, **heads}
+    rope = fields.get("rope_parameters")
+    if family == "gpt_oss":
+        fields["rope_parameters"] = _EXTENDED
+    elif isinstance(rope, Mapping) and "mrope_section" in rope:
+        # Pairs of dimensions for time, height and width: 16 in a head of 32.
+        fields["rope_parameters"] = {**rope, "mrope_section": [8, 4, 4]}
+    return replace(model, name=f"{model.name}-wide", architecture=fields)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Export:
+    """A family's model after an update."""
+
+    folder: Path
+    """Folder with the model as the engines export it."""
+    engines: tuple[str, ...]
+    """Engines that export these tensors."""
+
+
+def export(families: Sequence[str], *, folder: Path) -> dict[str, Export]:
+    """Let the engines update and export the families."""
+    oracle = OracleCache(folder=folder)
+    pool = RankPool(1, folder=folder, job_timeout_s=600.0)
+    exports = {}
+    try:
+        for family in families:
+            model = widen(family)
+            setup = oracle.make_setup(model, optimizer=ADAMW)
+            batch = oracle.get_batch(model=model)
+            engines = ENGINES if family in TESTED_MODEL_TYPES else ENGINES[:1]
+            weights, *others = (
+                pool.run(
+                    export_around_update,
+                    engine=engine,
+                    layout=ONE_RANK,
+                    arguments={"setup": setup, "batch": batch},
+                )[0][1]
+                for engine in engines
+            )
+            for other in others:
+                assert_all_close(other, weights, UPDATE, quantity=f"weights of {family}")
+            target = folder / family
+            AutoConfig.from_pretrained(setup.model_path).save_pretrained(target)
+            save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+            exports[family] = Export(folder=target, engines=engines)
+    finally:
+        pool.close()
+    return exports
+
+
+@torch.no_grad()
+def compute_expected(folder: Path, rows: Sequence[Sequence[int]]) -> list[float]:
+    """Return transformers' log-probs of all tokens but the first of each row."""
+    auto = get_auto_class(AutoConfig.from_pretrained(folder))
+    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    logprobs: list[float] = []
+    for row in rows:
+        tokens = torch.tensor(row)
+        scores = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        logprobs += scores.gather(1, tokens[1:, None])[:, 0].tolist()
+    return logprobs
+
+
+def run_vllm(
+    jobs: Sequence[Mapping[str, object]], *, folder: Path, torchvision: str | None
+) -> dict[str, Any]:
+    """Run `tools/vllm_logprobs.py` in the environment of vLLM; return versions and results."""
+    source, target = folder / "jobs.json", folder / "results.json"
+    # Python imports sitecustomize at its start, also in the processes in which vLLM tries models.
+    program = shutil.copy(ROOT / "tools" / "vllm_logprobs.py", folder)
+    (folder / "sitecustomize.py").write_text(
+        "from vllm_logprobs import declare_operators_of_torchvision as declare\ndeclare()\n"
+    )
+    paths = list(filter(None, [str(folder), torchvision, os.environ.get("PYTHONPATH")]))
+    command = [os.environ["TEMPER_ROLLOUT_PYTHON"], program]
+    versions: dict[str, str] = {}
+    results: list[dict[str, Any]] = []
+    while len(results) < len(jobs):
+        source.write_text(json.dumps(jobs[len(results) :]))
+        target.unlink(missing_ok=True)
+        finished = subprocess.run(
+            [*command, str(source), str(target)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            check=False,
+        )
+        if finished.returncode and not target.exists():
+            raise ValueError(f"vLLM's process ended with exit status {finished.returncode}")
+        written = json.loads(target.read_text())
+        versions = written["versions"]
+        results += written["results"]
+        if finished.returncode:
+            results.append({"error": f"its process ended with status {finished.returncode}"})
+    return {"versions": versions, "results": results}
+
+
+def measure(families: Sequence[str], *, folder: Path, torchvision: str | None) -> dict[str, Any]:
+    """Return versions, and for each family the difference of log-probs or vLLM's error."""
+    exports = export(families, folder=folder)
+    batch = make_ragged_batch()
+    rows = [tokens.tolist() for tokens in batch.tokens.split(batch.lengths.tolist())]
+    dtypes = {name: "bfloat16" if name in ONLY_BF16 else "float32" for name in families}
+    jobs = [
+        {
+            "folder": str(exports[family].folder),
+            "rows": rows,
+            "dtype": dtypes[family],
+            "has_encoder": "vision_config" in FAMILIES[family].architecture,
+        }
+        for family in families
+    ]
+    written = run_vllm(jobs, folder=folder, torchvision=torchvision)
+    found = {}
+    for family, result in zip(families, written["results"], strict=True):
+        found[family] = {"engines": exports[family].engines, "dtype": dtypes[family]}
+        if "error" in result:
+            found[family]["error"] = shorten_error(result["error"])
+            continue
+        expected = torch.tensor(compute_expected(exports[family].folder, rows))
+        difference = (torch.tensor(result["logprobs"]) - expected).abs().mean()
+        found[family]["difference"] = float(difference)
+    return {"versions": written["versions"], "families": found}
+
+
+def shorten_error(text: str) -> str:
+    """Return the first line that says something, without paths of this machine."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:160].rstrip()
+
+
+def list_failures(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each family that differs too much, or that loaded before."""
+    failures = []
+    for family, result in new.items():
+        if "error" in result:
+            if "difference" in old.get(family, {}):
+                failures.append(f"{family} does not load any more: {result['error']}")
+        elif not result["difference"] <= TOLERANCES[result["dtype"]]:
+            failures.append(f"{family} differs by {result['difference']:.1e}")
+    return failures
+
+
+def main() -> int:
+    """Measure the families and update the record."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("families", nargs="*", metavar="FAMILY")
+    parser.add_argument("--torchvision", metavar="DIR")
+    chosen = parser.parse_args()
+    record = json.loads((ROOT / RECORD).read_text()) if (ROOT / RECORD).exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        new = measure(
+            chosen.families or list(FAMILIES),
+            folder=Path(folder),
+            torchvision=chosen.torchvision,
+        )
+    old = record.get("families", {})
+    # Results of other versions do not belong next to these.
+    kept = old if record.get("versions") == new["versions"] else {}
+    failures = list_failures(old, new["families"])
+    record = {"versions": new["versions"], "families": kept | new["families"]}
+    (ROOT / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    print(*failures, f"updated {RECORD}", sep="\n", file=sys.stderr)
+    return int(bool(failures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
