@@ -190,16 +190,16 @@ def measure(families: Sequence[str], *, folder: Path, torchvision: str | None) -
         for family in families
     ]
     written = run_vllm(jobs, folder=folder, torchvision=torchvision)
-    found = {}
+    families_results = {}
     for family, result in zip(families, written["results"], strict=True):
-        found[family] = {"engines": exports[family].engines, "dtype": dtypes[family]}
+        families_results[family] = {"engines": exports[family].engines, "dtype": dtypes[family]}
         if "error" in result:
-            found[family]["error"] = shorten_error(result["error"])
+            families_results[family]["error"] = shorten_error(result["error"])
             continue
         expected = torch.tensor(compute_expected(exports[family].folder, rows))
         difference = (torch.tensor(result["logprobs"]) - expected).abs().mean()
-        found[family]["difference"] = float(difference)
-    return {"versions": written["versions"], "families": found}
+        families_results[family]["difference"] = float(difference)
+    return {"versions": written["versions"], "families": families_results}
 
 
 def shorten_error(text: str) -> str:
