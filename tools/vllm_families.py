@@ -190,7 +190,7 @@ def measure(families: Sequence[str], *, folder: Path, torchvision: str | None) -
         for family in families
     ]
     written = run_vllm(jobs, folder=folder, torchvision=torchvision)
-    families_results = {}
+    families_results: dict[str, dict[str, object]] = {}
     for family, result in zip(families, written["results"], strict=True):
         families_results[family] = {"engines": exports[family].engines, "dtype": dtypes[family]}
         if "error" in result:

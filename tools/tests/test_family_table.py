@@ -24,7 +24,7 @@ from tools.family_table import (
 )
 
 OUTPUTS, GRADIENTS, *_ = COLUMNS
-NOTHING_IN_VLLM = {"versions": {}, "families": {}}
+NOTHING_IN_VLLM: dict[str, Any] = {"versions": {}, "families": {}}
 
 
 def make_run(*, num_waiting: int = 0, compute: str = "fp32") -> ConformanceRun:
