@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,9 @@ def widen(family: str) -> TinyModel:
     wide = {name: size for name, size in _WIDE.items() if name in known}
     fields = {**model.architecture, **wide, **heads}
     rope = fields.get("rope_parameters")
+    if family == "qwen3_vl_moe":
+        # A field of published files that vLLM reads, and that transformers no longer has.
+        fields["norm_topk_prob"] = True
     if family == "gpt_oss":
         fields["rope_parameters"] = _EXTENDED
     elif isinstance(rope, Mapping) and "mrope_section" in rope:
@@ -142,40 +145,55 @@ def compute_expected(folder: Path, rows: Sequence[Sequence[int]]) -> list[float]
     return logprobs
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmResult:
+    """Log-probs of one model, or the error of vLLM."""
+
+    versions: Mapping[str, str]
+    logprobs: Sequence[float] = ()
+    error: str = ""
+    """vLLM's exception, if it did not compute log-probs."""
+
+
 def run_vllm(
     jobs: Sequence[Mapping[str, object]], *, folder: Path, torchvision: str | None
-) -> dict[str, Any]:
-    """Run `tools/vllm_logprobs.py` in the environment of vLLM; return versions and results."""
-    source, target = folder / "jobs.json", folder / "results.json"
+) -> Iterator[VllmResult]:
+    """Yield the result of each job from `tools/vllm_logprobs.py` in the environment of vLLM."""
+    source = folder / "jobs.json"
     # Python imports sitecustomize at its start, also in the processes in which vLLM tries models.
     program = shutil.copy(ROOT / "tools" / "vllm_logprobs.py", folder)
     (folder / "sitecustomize.py").write_text(
         "from vllm_logprobs import declare_operators_of_torchvision as declare\ndeclare()\n"
     )
     paths = list(filter(None, [str(folder), torchvision, os.environ.get("PYTHONPATH")]))
-    command = [os.environ["TEMPER_ROLLOUT_PYTHON"], program]
-    versions: dict[str, str] = {}
-    results: list[dict[str, Any]] = []
-    while len(results) < len(jobs):
-        source.write_text(json.dumps(jobs[len(results) :]))
-        target.unlink(missing_ok=True)
-        finished = subprocess.run(
-            [*command, str(source), str(target)],
+    num_done = 0
+    while num_done < len(jobs):
+        source.write_text(json.dumps(jobs[num_done:]))
+        with subprocess.Popen(
+            [os.environ["TEMPER_ROLLOUT_PYTHON"], program, str(source)],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-            check=False,
-        )
-        if finished.returncode and not target.exists():
-            raise ValueError(f"vLLM's process ended with exit status {finished.returncode}")
-        written = json.loads(target.read_text())
-        versions = written["versions"]
-        results += written["results"]
-        if finished.returncode:
-            results.append({"error": f"its process ended with status {finished.returncode}"})
-    return {"versions": versions, "results": results}
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            first_line = process.stdout.readline()
+            versions = json.loads(first_line) if first_line else None
+            for line in process.stdout:
+                yield VllmResult(versions=versions, **json.loads(line))
+                num_done += 1
+        if versions is None:
+            raise ValueError(f"vLLM's process ended with exit status {process.returncode}")
+        if process.returncode:
+            # It ended in the next job. Those after it run in another process.
+            error = f"its process ended with status {process.returncode}"
+            yield VllmResult(versions=versions, error=error)
+            num_done += 1
 
 
-def measure(families: Sequence[str], *, folder: Path, torchvision: str | None) -> dict[str, Any]:
-    """Return versions, and for each family the difference of log-probs or vLLM's error."""
+def measure(
+    families: Sequence[str], *, folder: Path, torchvision: str | None
+) -> Iterator[tuple[Mapping[str, str], str, dict[str, Any]]]:
+    """Yield versions, family, and its difference of log-probs or vLLM's error."""
     exports = export(families, folder=folder)
     batch = make_ragged_batch()
     rows = [tokens.tolist() for tokens in batch.tokens.split(batch.lengths.tolist())]
@@ -189,17 +207,15 @@ def measure(families: Sequence[str], *, folder: Path, torchvision: str | None) -
         }
         for family in families
     ]
-    written = run_vllm(jobs, folder=folder, torchvision=torchvision)
-    families_results: dict[str, dict[str, object]] = {}
-    for family, result in zip(families, written["results"], strict=True):
-        families_results[family] = {"engines": exports[family].engines, "dtype": dtypes[family]}
-        if "error" in result:
-            families_results[family]["error"] = shorten_error(result["error"])
-            continue
-        expected = torch.tensor(compute_expected(exports[family].folder, rows))
-        difference = (torch.tensor(result["logprobs"]) - expected).abs().mean()
-        families_results[family]["difference"] = float(difference)
-    return {"versions": written["versions"], "families": families_results}
+    results = run_vllm(jobs, folder=folder, torchvision=torchvision)
+    for family, result in zip(families, results, strict=True):
+        entry: dict[str, Any] = {"engines": exports[family].engines, "dtype": dtypes[family]}
+        if result.error:
+            entry["error"] = shorten_error(result.error)
+        else:
+            expected = torch.tensor(compute_expected(exports[family].folder, rows))
+            entry["difference"] = float((torch.tensor(result.logprobs) - expected).abs().mean())
+        yield result.versions, family, entry
 
 
 def shorten_error(text: str) -> str:
@@ -227,18 +243,20 @@ def main() -> int:
     parser.add_argument("--torchvision", metavar="DIR")
     chosen = parser.parse_args()
     record = json.loads((ROOT / RECORD).read_text()) if (ROOT / RECORD).exists() else {}
+    old = record.get("families", {})
+    failures = []
     with tempfile.TemporaryDirectory() as folder:
-        new = measure(
+        for versions, family, result in measure(
             chosen.families or list(FAMILIES),
             folder=Path(folder),
             torchvision=chosen.torchvision,
-        )
-    old = record.get("families", {})
-    # Results of other versions do not belong next to these.
-    kept = old if record.get("versions") == new["versions"] else {}
-    failures = list_failures(old, new["families"])
-    record = {"versions": new["versions"], "families": kept | new["families"]}
-    (ROOT / RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+        ):
+            failures += list_failures(old, {family: result})
+            # Results of other versions do not belong next to these.
+            kept = record["families"] if record.get("versions") == versions else {}
+            record = {"versions": versions, "families": kept | {family: result}}
+            text = json.dumps(record, indent=1, sort_keys=True)
+            (ROOT / RECORD).write_text(f"{text}\n")
     print(*failures, f"updated {RECORD}", sep="\n", file=sys.stderr)
     return int(bool(failures))
 

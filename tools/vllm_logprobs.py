@@ -1,11 +1,11 @@
 """Compute log-probs of given tokens with vLLM, for several model directories in one process.
 
-    python tools/vllm_logprobs.py JOBS.json RESULTS.json
+    python tools/vllm_logprobs.py JOBS.json
 
 Runs in an environment with vLLM, which needs nothing else of this repository; see
 `tools/vllm_families.py`. JOBS has a list of objects with `folder`, `rows` of token ids, `dtype`,
-and `has_encoder`. RESULTS gets the versions, and for each job `logprobs` of all tokens but the
-first of a row, or the `error` of vLLM.
+and `has_encoder`. Prints the versions as a line of JSON, and then for each job a line with
+`logprobs` of all tokens but the first of a row, or with the `error` of vLLM.
 """
 
 import contextlib
@@ -66,6 +66,8 @@ def compute_logprobs(job: Mapping[str, Any]) -> list[float]:
             max_num_seqs=16,
             skip_tokenizer_init=True,
             generation_config="vllm",
+            # The kernels of linear attention for CPUs need their state in float32.
+            mamba_ssm_cache_dtype="float32",
             **arguments,
         )
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
@@ -80,22 +82,22 @@ def compute_logprobs(job: Mapping[str, Any]) -> list[float]:
         cleanup_dist_env_and_memory()
 
 
-def main(jobs_path: Path, results_path: Path) -> None:
-    """Run the jobs; the results are written after each of them."""
-    import vllm
-
-    results: list[dict[str, object]] = []
-    versions = {
-        "vllm": vllm.__version__,
-        **{name: version(name) for name in ("torch", "transformers")},
-    }
+def main(jobs_path: Path) -> None:
+    """Run the jobs, and print the result of each when it is there."""
+    output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    # vLLM prints too; what it prints goes to stderr.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    print(
+        json.dumps({"vllm": importlib.import_module("vllm").__version__, **versions}), file=output
+    )
     for job in json.loads(jobs_path.read_text()):
         try:
-            results.append({"logprobs": compute_logprobs(job)})
+            result: dict[str, object] = {"logprobs": compute_logprobs(job)}
         except Exception as error:  # noqa: BLE001  # the exception is the result for this model
-            results.append({"error": f"{type(error).__name__}: {error}"})
-        results_path.write_text(json.dumps({"versions": versions, "results": results}))
+            result = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(result), file=output, flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]))
