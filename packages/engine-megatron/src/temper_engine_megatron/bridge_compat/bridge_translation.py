@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_api.vision_language import has_image_encoder
 from temper_engine_megatron.bridge_compat.bridge_import import import_bridge
 from temper_engine_megatron.bridge_compat.supported_versions import find_installed_pair
 
@@ -179,10 +180,15 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
             f"the Megatron engine does not support {class_name}, for which it lacks {missing}: use "
             f"the FSDP engine, or {_USE_SUPPORTED.removeprefix('use ')}"
         )
+    if has_image_encoder(hf_config.model_type):
+        raise CapabilityError(
+            f"the Megatron engine does not support {type(hf_config).__name__}, which has an encoder "
+            f"of images: use the FSDP engine, or {_USE_SUPPORTED.removeprefix('use ')}"
+        )
     if class_name is None:
         raise CapabilityError(
-            f"the Megatron engine does not support {type(hf_config).__name__}, which is not a "
-            f"language model of transformers: {_USE_SUPPORTED}"
+            f"the Megatron engine does not support {type(hf_config).__name__}, for which "
+            f"transformers has no causal language model: {_USE_SUPPORTED}"
         )
     causal_lm_config.architectures = [class_name]
     rope: Mapping[str, object] = causal_lm_config.to_dict().get("rope_parameters") or {}
