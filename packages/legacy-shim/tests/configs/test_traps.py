@@ -52,6 +52,17 @@ def test_trap_a_is_reported_where_no_one_names_the_release_and_the_keys_fit_both
     assert "release-unsure" not in rules_found(given, "hazard")
 
 
+def test_unknown_key_excludes_a_release_before_an_added_key_that_exists() -> None:
+    since_v0_6 = "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
+    added = [
+        f"+actor_rollout_ref.{role}.fsdp_config.model_dtype=bf16" for role in ("actor", "ref")
+    ]
+    inferred = translate([*BASE, since_v0_6, *added], entry="verl.trainer.main_ppo")
+    assert inferred.source.version == "v0.9.1"
+    messages = [each.message for each in inferred.findings if each.level == "refused"]
+    assert ["drop the +" in message for message in messages] == [True, True]
+
+
 def test_releases_that_fit_and_mean_the_same_are_not_mentioned() -> None:
     clip = [
         f"actor_rollout_ref.actor.clip_ratio_{bound}=0.2" for bound in ("low", "high")
@@ -719,6 +730,60 @@ def test_model_of_the_reference_is_kept_where_it_was_read(
 ) -> None:
     result = translated(version, "actor_rollout_ref.actor.use_kl_loss=True", override)
     assert ("ref.engine.model.path" in values(result)) is taken
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_hazard"),
+    [
+        ("exp_avg_dtype=bf16", True),
+        ("exp_avg_sq_dtype=bf16", True),
+        ("main_grads_dtype=bf16", True),
+        ("exp_avg_dtype=fp32", False),
+        ("override_optimizer_config.exp_avg_dtype=bf16", True),
+        ("override_optimizer_config.store_param_remainders=True", False),
+    ],
+)
+def test_states_of_the_optimizer_in_fewer_bits_are_a_hazard(setting: str, is_hazard: bool) -> None:
+    key = f"++actor_rollout_ref.actor.optim.{setting}"
+    result = translated("v0.9.1", "model_engine=megatron", key)
+    assert ("optimizer-dtypes" in rules_found(result, "hazard")) is is_hazard
+
+
+@pytest.mark.parametrize(
+    ("version", "entry", "key"),
+    [
+        ("v0.2", "verl.trainer.main_ppo", "actor_rollout_ref.model.external_lib"),
+        ("v0.9.1", "verl.trainer.main_ppo", "critic.model.external_lib"),
+        ("v0.7.0", "verl.trainer.fsdp_sft_trainer", "model.external_lib"),
+        ("v0.9.1", "verl.trainer.sft_trainer", "model.external_lib"),
+        ("v0.7.0", "verl.trainer.main_generation", "model.external_lib"),
+    ],
+)
+def test_library_that_the_workers_imported_is_a_question(
+    version: str, entry: str, key: str
+) -> None:
+    for value, is_question in (("my.models", True), ("null", False)):
+        result = translate([f"{key}={value}"], entry=entry, version=version)
+        assert ("external-library" in rules_found(result, "person")) is is_question
+
+
+def test_reference_to_the_actors_library_is_no_second_question() -> None:
+    reference = {"critic": {"model": {"external_lib": "${actor_rollout_ref.model.external_lib}"}}}
+    result = translate(BASE, entry="verl.trainer.main_ppo", version="v0.9.1", base=reference)
+    assert "external-library" not in rules_found(result, "person")
+
+
+def test_tokenizer_of_the_data_block_was_read_by_no_release() -> None:
+    result = translated("v0.7.0", "data.tokenizer=/models/t")
+    assert "No release read it" in result.tokens[-1].reason
+    assert "data.tokenizer.path" not in values(result)
+
+
+@pytest.mark.parametrize("entry", ["verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer"])
+def test_argument_of_an_optimizer_in_fine_tuning_is_a_hazard(entry: str) -> None:
+    argument = "+optim.override_optimizer_config.eps=1e-6"
+    result = translate([argument], entry=entry, version="v0.7.0")
+    assert "optimizer-arguments" in rules_found(result, "hazard")
 
 
 def test_argument_that_equals_the_default_is_no_hazard() -> None:

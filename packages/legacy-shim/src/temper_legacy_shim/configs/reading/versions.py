@@ -30,7 +30,8 @@ def infer_version(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the releases that refuse the fewest keys, oldest first, and why.
 
-    The newest of them counts.
+    The newest of them counts. A superfluous ``+`` decides only between releases that lack equally
+    many keys.
 
     Args:
         overrides: of the command line.
@@ -45,15 +46,19 @@ def infer_version(
         version: _refusals(overrides, given, version=version, family=family, configs=configs)
         for version in candidates
     }
-    fewest = min(len(keys) for keys in counts.values())
-    best = [version for version in candidates if len(counts[version]) == fewest]
+    ranks = {
+        version: (sum(not key.startswith("+") for key in keys), len(keys))
+        for version, keys in counts.items()
+    }
+    fewest = min(ranks.values())
+    best = [version for version in candidates if ranks[version] == fewest]
     taken = best[-1]
     evidence = [
         f"{best[0]} to {taken} take its keys; the newest counts"
         if len(best) > 1
         else f"only {taken} takes its keys",
     ]
-    if fewest:
+    if counts[taken]:
         evidence.append(f"even {taken} refuses {', '.join(sorted(counts[taken])[:_MOST_SHOWN])}")
     evidence += _bounds(counts, best, candidates)
     return tuple(best), tuple(evidence)
