@@ -479,6 +479,8 @@ class BaseEngine(ReportedCalls, ABC):
     ) -> PackedBatch:
         """Plan a mini-batch and return this rank's packed batch, without communication.
 
+        If it raises on one rank only, the other ranks raise RankFailedError, as in any call.
+
         Args:
             batch: The full mini-batch, the same on every rank.
             max_tokens: Token cap per micro-batch; None puts all tokens of a rank into one, unless

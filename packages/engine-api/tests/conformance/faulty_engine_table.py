@@ -121,6 +121,10 @@ FAULTY_ENGINES = (
         numbers.DifferentiatesLossesWithoutGradient,
         ("test_gradient::test_loss_that_uses_no_output_has_no_gradient",),
     ),
+    FaultyEngine(numbers.DetachesLogsumexp, ("test_gradient::test_z_loss_has_a_gradient",)),
+    FaultyEngine(
+        numbers.SkipsTheLossInEvaluation, ("test_batch::test_eval_loss_equals_training_loss",)
+    ),
     FaultyEngine(
         numbers.DropsFirstResponseToken, ("test_gradient::test_first_response_token_contributes",)
     ),

@@ -151,6 +151,27 @@ class DifferentiatesLossesWithoutGradient(DataParallelOracle):
         return micro_batch_loss
 
 
+class DetachesLogsumexp(_ChangedOutputs):
+    """Gives the logsumexp no gradient."""
+
+    def _change(self, columns, micro):
+        if HeadOutput.LOGSUMEXP in columns:
+            columns[HeadOutput.LOGSUMEXP] = columns[HeadOutput.LOGSUMEXP].detach()
+        return columns
+
+
+class SkipsTheLossInEvaluation(DataParallelOracle):
+    """Computes outputs in forward-only calls, but not the loss of the objective."""
+
+    def _run_micro_batches(self, batch, *, micro_batch_loss, forward_only, **arguments):
+        return super()._run_micro_batches(
+            batch,
+            micro_batch_loss=None if forward_only else micro_batch_loss,
+            forward_only=forward_only,
+            **arguments,
+        )
+
+
 class DropsFirstResponseToken(_ChangedBatch):
     """Does not train the first token after the prompt."""
 

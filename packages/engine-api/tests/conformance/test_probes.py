@@ -77,6 +77,19 @@ def test_clipped_ppo_probe_requests_entropy_only_with_a_bonus():
     assert probe(head_outputs, batch).loss[batch.loss_mask].tolist() == [-1.0, -2.0]
 
 
+def test_clipped_ppo_probe_adds_the_squared_logsumexp_as_z_loss():
+    batch = pair({"old_logprobs": [0.0] * 4, "advantages": [0.0] * 4, "weights": [1.0] * 4})
+    head_outputs = HeadOutputs(
+        columns={
+            HeadOutput.LOGPROB: torch.zeros(4),
+            HeadOutput.LOGSUMEXP: torch.tensor([0.0, 2.0, 0.0, 4.0]),
+        }
+    )
+    probe = ClippedPpoProbe(z_loss_coefficient=0.5)
+    assert probe.required_outputs == {HeadOutput.LOGPROB, HeadOutput.LOGSUMEXP}
+    assert probe(head_outputs, batch).loss[batch.loss_mask].tolist() == [2.0, 8.0]
+
+
 def test_gspo_probe_uses_the_geometric_mean():
     # Trained log-ratios 0.05 and 0.2: ratios e^0.05 = 1.0513 and e^0.2 = 1.2214; the second is
     # clipped to 1.1.

@@ -35,13 +35,13 @@ _PER_GROUP = Aggregation(mode=AggregationMode.GROUP_MEAN)
 @register_objective("probe_clipped_ppo")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedPpoProbe(Objective):
-    """Clipped PPO with per-token weights and an optional entropy bonus.
+    """Clipped PPO with per-token weights, and optionally an entropy bonus and a z-loss.
 
-    loss_t = -w_t min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) - c H_t, with r_t = exp(logprobs_t
-    - old_logprobs_t).
+    loss_t = w_t (-min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t) - c H_t + z log(Z_t)^2), with
+    r_t = exp(logprobs_t - old_logprobs_t) and Z_t the sum of the exponentials of the logits.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; asymmetric clip: Yu et al. 2025,
-    arXiv:2503.14476.
+    arXiv:2503.14476; z-loss: Chowdhery et al. 2022, arXiv:2204.02311, section 5.
     """
 
     clip_low: float = 0.2
@@ -50,16 +50,16 @@ class ClippedPpoProbe(Objective):
     """Largest increase of the ratio above 1 that still has a gradient."""
     entropy_coefficient: float = 0.0
     """c; above 0 the entropy is requested, with gradient."""
+    z_loss_coefficient: float = 0.0
+    """z; above 0 the logsumexp is requested, with gradient."""
     aggregation: Aggregation = field(default_factory=Aggregation)
 
     @property
     @override
     def required_outputs(self) -> frozenset[HeadOutput]:
-        return frozenset(
-            {HeadOutput.LOGPROB, HeadOutput.ENTROPY}
-            if self.entropy_coefficient
-            else {HeadOutput.LOGPROB}
-        )
+        entropy = {HeadOutput.ENTROPY} if self.entropy_coefficient else set()
+        logsumexp = {HeadOutput.LOGSUMEXP} if self.z_loss_coefficient else set()
+        return frozenset({HeadOutput.LOGPROB} | entropy | logsumexp)
 
     @property
     @override
@@ -74,6 +74,8 @@ class ClippedPpoProbe(Objective):
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.entropy_coefficient:
             loss = loss - self.entropy_coefficient * head_outputs[HeadOutput.ENTROPY]
+        if self.z_loss_coefficient:
+            loss = loss + self.z_loss_coefficient * head_outputs[HeadOutput.LOGSUMEXP].square()
         metrics = {"ratio": compute_weighted_mean(ratio, batch.loss_mask.float())}
         return LossTerms(loss=loss, weight=batch.columns["weights"], metrics=metrics)
 

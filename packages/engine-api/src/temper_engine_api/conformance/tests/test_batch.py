@@ -326,6 +326,10 @@ def trained_and_evaluated_loss(
     trained = run_update(engine, [local_batch]).metrics
     with engine.eval_mode():
         evaluated = engine.forward_backward_batch(local_batch, forward_only=True).metrics
+    assert "loss" in evaluated or not engine.topology.returns_outputs, (
+        "a forward-only call without requested outputs must evaluate the objective, but there is "
+        "no metric 'loss'"
+    )
     return (
         (read_value(trained["loss"]), read_value(evaluated["loss"]))
         if engine.topology.returns_outputs

@@ -205,6 +205,18 @@ def test_entropy_bonus_has_a_gradient(
     )
 
 
+def test_z_loss_has_a_gradient(engine_under_test: EngineUnderTest, oracle: OracleCache) -> None:
+    """The logsumexp that an objective requests takes part in the backward pass."""
+    check_update(
+        engine_under_test,
+        oracle,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        objective=ClippedPpoProbe(z_loss_coefficient=0.1),
+        batch=oracle.get_batch(),
+        split=TWO_MICRO_BATCHES,
+    )
+
+
 @pytest.mark.parametrize("head_output", [HeadOutput.LOGPROB, HeadOutput.ENTROPY])
 def test_loss_that_uses_no_output_has_no_gradient(
     engine_under_test: EngineUnderTest, oracle: OracleCache, head_output: HeadOutput
