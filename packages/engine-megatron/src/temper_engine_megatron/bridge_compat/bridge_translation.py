@@ -182,8 +182,8 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
         )
     if has_image_encoder(hf_config.model_type):
         raise CapabilityError(
-            f"the Megatron engine does not support {type(hf_config).__name__}, which has an encoder "
-            f"of images: use the FSDP engine, or {_USE_SUPPORTED.removeprefix('use ')}"
+            f"the Megatron engine does not support {type(hf_config).__name__}, which has an "
+            f"encoder of images: use the FSDP engine, or {_USE_SUPPORTED.removeprefix('use ')}"
         )
     if class_name is None:
         raise CapabilityError(
