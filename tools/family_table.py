@@ -176,6 +176,9 @@ def _render_vllm(record: Mapping[str, Any]) -> Iterator[str]:
             result = record["families"][family]
             if "difference" in result:
                 cell = _format_number(float(f"{result['difference']:.0e}"))
+                if "rounding" in result:
+                    rounding = _format_number(float(f"{result['rounding']:.0e}"))
+                    cell += f"; transformers in {result['dtype']}: {rounding}"
             else:
                 cell = f"no: {result['error']}"
             yield f"| {family} | {', '.join(result['engines'])} | {result['dtype']} | {cell} |"

@@ -86,11 +86,14 @@ def test_exports_in_vllm_show_the_difference_or_the_error() -> None:
     families = {
         "mixtral": {**common, "difference": 2.34e-6},
         "cohere": {**common, "error": "ValueError: no kernel"},
+        "gpt_oss": {**common, "dtype": "bfloat16", "difference": 0.34, "rounding": 0.21},
     }
     record = {"versions": {"vllm": "0.27.1"}, "families": families}
     page = update_page((ROOT / PAGE).read_text(), [], record)
     assert "| mixtral | fsdp, megatron | float32 | 2e-6 |\n" in page
     assert "| cohere | fsdp, megatron | float32 | no: ValueError: no kernel |\n" in page
+    rounding = "0.3; transformers in bfloat16: 0.2"
+    assert f"| gpt_oss | fsdp, megatron | bfloat16 | {rounding} |\n" in page
     assert "| gemma2 | fsdp |" not in page
 
 
