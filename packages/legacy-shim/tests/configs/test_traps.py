@@ -54,9 +54,7 @@ def test_trap_a_is_reported_where_no_one_names_the_release_and_the_keys_fit_both
 
 def test_unknown_key_excludes_a_release_before_an_added_key_that_exists() -> None:
     since_v0_6 = "actor_rollout_ref.rollout.logprobs_mode=processed_logprobs"
-    added = [
-        f"+actor_rollout_ref.{role}.fsdp_config.model_dtype=bf16" for role in ("actor", "ref")
-    ]
+    added = [f"+actor_rollout_ref.{role}.fsdp_config.model_dtype=bf16" for role in ("actor", "ref")]
     inferred = translate([*BASE, since_v0_6, *added], entry="verl.trainer.main_ppo")
     assert inferred.source.version == "v0.9.1"
     messages = [each.message for each in inferred.findings if each.level == "refused"]
