@@ -17,12 +17,12 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from portable_state import read_training_state
 
 from temper_engine_api.conformance.harness.measurements import Update, train
 from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.conformance.inputs.batches import add_training_columns, make_ragged_batch
 from temper_engine_api.weights import TrainingState
-from temper_legacy_shim.checkpoints.temper.training_state import read_training_state
 
 State = dict[str, TrainingState]
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 import transformers
 from old_files import write_fsdp
+from portable_state import read_training_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -30,7 +31,6 @@ from temper_legacy_shim.checkpoints.model import Sources
 from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
 from temper_legacy_shim.checkpoints.receipt import Receipt
 from temper_legacy_shim.checkpoints.temper import dcp
-from temper_legacy_shim.checkpoints.temper.training_state import read_training_state
 from temper_legacy_shim.errors import DamagedFileError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights_only")

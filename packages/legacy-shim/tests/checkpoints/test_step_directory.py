@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from old_files import write_fsdp
+from portable_state import read_training_state
 from typer.testing import CliRunner
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
@@ -22,7 +23,6 @@ from temper_legacy_shim.checkpoints import (
     read_receipt,
 )
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
-from temper_legacy_shim.checkpoints.temper.training_state import read_training_state
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.errors import (
     DamagedFileError,

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from portable_state import read_training_state
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,7 +24,6 @@ from temper_legacy_shim.checkpoints.rank_files import read_weights
 from temper_legacy_shim.checkpoints.receipt import check_files
 from temper_legacy_shim.checkpoints.temper import step_directory
 from temper_legacy_shim.checkpoints.temper.training_state import (
-    read_training_state,
     resumable,
     training_state,
 )

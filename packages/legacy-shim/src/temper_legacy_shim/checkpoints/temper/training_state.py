@@ -11,15 +11,12 @@ updates and of the schedule. The same tensors, one parameter at a time, are the 
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_legacy_shim.checkpoints import rank_files
 from temper_legacy_shim.checkpoints.adapters import PEFT_PREFIX, Adapter, merged
-from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.dtypes import FLOAT32
 from temper_legacy_shim.checkpoints.files.lazy import Cast, InMemory, LazyTensor, as_torch
 from temper_legacy_shim.checkpoints.fsdp_moments import (
@@ -32,7 +29,6 @@ from temper_legacy_shim.checkpoints.fsdp_moments import (
 from temper_legacy_shim.checkpoints.huggingface.joined_experts import (
     joined,
     joined_counts,
-    split,
     to_memory_name,
 )
 from temper_legacy_shim.checkpoints.megatron.flat_moments import (
@@ -322,46 +318,6 @@ def training_state(model: OldModel) -> "Iterator[TrainingState]":
                 second_moment=zeros.clone() if kept is None else as_torch(_as_float32(kept.second)),
                 update_count=0 if kept is None else kept.update_count,
             )
-
-
-def read_training_state(directory: Path) -> "Iterator[TrainingState]":
-    """Yield the portable training state of a step directory, without torch.distributed.
-
-    The directory is an FSDP engine's or the output of ``--to temper``.
-
-    Experts are separate, with the names in files.
-
-    Raises:
-        LayoutError: it holds no moments.
-    """
-    from temper_engine_api.weights import TrainingState  # imports torch
-
-    tensors = DistCheckpoint(find_step(directory) / ENGINE_PART / "dcp").tensors
-    if not any(name.startswith("first_moment.") for name in tensors):
-        raise LayoutError(
-            f"{directory} holds weights without moments: load them with load_checkpoint of an "
-            "engine without optimizer."
-        )
-    for key, tensor in tensors.items():
-        kind, _, name = key.partition(".")
-        if kind == "parameter":
-            sides = (
-                split(name, each)
-                for each in (
-                    tensor,
-                    tensors[f"first_moment.{name}"],
-                    tensors[f"second_moment.{name}"],
-                )
-            )
-            count = int(as_torch(tensors[f"update_count.{name}"]))
-            for (part, master), (_, first), (_, second) in zip(*sides, strict=True):
-                yield TrainingState(
-                    name=part,
-                    master=as_torch(master),
-                    first_moment=as_torch(first),
-                    second_moment=as_torch(second),
-                    update_count=count,
-                )
 
 
 _SIDES = {".lora_A": "lora_A", ".lora_B": "lora_B"}
