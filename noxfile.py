@@ -436,7 +436,7 @@ def vllm(session: nox.Session, version: str) -> None:
     python = str(Path(session.virtualenv.location) / "bin" / "python")
     own = str(ensure_environment(ROOT))
     tests = ["-m", "pytest", "-m", "vllm", "--timeout", "3600", *session.posargs]
-    faults = ["-m", "tools.fault_campaign", "--cases", "0", "--ray-cases", "0"]
+    faults = ["-m", "tools.fault_campaign", "--cases", "0", "--ray-cases", "0", "--loop-cases", "0"]
     for arguments in (tests,) if session.posargs else (tests, faults):
         session.run(own, *arguments, external=True, env={"TEMPER_ROLLOUT_PYTHON": python})
 
