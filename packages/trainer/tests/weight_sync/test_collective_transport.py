@@ -16,6 +16,7 @@ from temper_engine_api.distributed import rendezvous
 from temper_engine_api.distributed.rendezvous import TokenStore, get_run_token
 from temper_engine_api.errors import EngineStateError
 from temper_engine_api.weights import NamedWeight, WeightStream
+from temper_trainer.config_loading import load
 from temper_trainer.rollout.packed_bucket import PackedBucket, unpack_tensors
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import ServerSpec
@@ -34,6 +35,7 @@ from temper_trainer.weight_sync.channel_sender import (
     open_store,
 )
 from temper_trainer.weight_sync.collective_transport import CollectiveTransport
+from temper_trainer.weight_sync.transport_factory import build_transport
 
 WEIGHTS = {"small": torch.arange(4.0), "wide": torch.arange(1000.0), "last": torch.tensor([7.0])}
 
@@ -109,7 +111,7 @@ class Server:
 
     def join_channels(self, specs: list[ChannelSpec]) -> None:
         """Open this end."""
-        (spec,) = specs
+        (spec,) = self.specs = specs
         if self.dies_when_it_joins:
             self.dies_when_it_joins = False
             self.die()
@@ -188,9 +190,29 @@ def transport_between(
         workers_per_replica=1,
         bucket_bytes=bucket_bytes,
         with_digest=True,
+        load_timeout_s=60,
         can_resend=can_resend,
         max_changed_fraction=max_changed_fraction,
     )
+
+
+@pytest.mark.parametrize("load_timeout_s", [30.0, 1800.0])
+def test_channel_waits_longer_than_a_server_may_load(load_timeout_s: float) -> None:
+    config = load(
+        [
+            *("rollout=vllm", "data.train.paths=[a.jsonl]", "data.tokenizer.kind=word_level"),
+            "actor.engine.model.architecture={model_type: qwen2}",
+            *("weight_sync.transport=collective", "actor.engine.device=cpu"),
+            f"rollout.vllm.load_timeout_s={load_timeout_s}",
+        ]
+    ).config
+    server = Server()
+    sampler = sampler_of(server)
+    transport = build_transport(config, actor=Actor(), sampler=sampler)
+    transport.send(1)
+    # The pool ends a server that loads too long. Only then may the others give up.
+    assert [spec.timeout_s for spec in server.specs] == [load_timeout_s + 60]
+    transport.close()
 
 
 def notice_death(transport: CollectiveTransport) -> None:

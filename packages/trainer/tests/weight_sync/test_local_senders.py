@@ -154,6 +154,7 @@ def transport_between(actor: Actor, *servers: Server, senders: int) -> Collectiv
         workers_per_replica=len(servers[0].gpus),
         bucket_bytes=128,
         with_digest=True,
+        load_timeout_s=60,
         can_resend=True,
         senders=GPUS[:senders],
     )

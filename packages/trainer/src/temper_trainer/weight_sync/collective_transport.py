@@ -38,6 +38,8 @@ from temper_trainer.weight_sync.sender_state import (
 from temper_trainer.weight_sync.transport import RankGroup, SentWeights
 
 logger = logging.getLogger(__name__)
+_TIMEOUT_MARGIN_S = 60.0
+"""How much longer the members of a channel wait for a server than the sampler does."""
 
 
 class JoinError(ReplicaError):
@@ -69,6 +71,7 @@ class CollectiveTransport:
         workers_per_replica: int,
         bucket_bytes: int,
         with_digest: bool,
+        load_timeout_s: float,
         can_resend: bool,
         senders: Sequence[DeviceLocation] | None = None,
         max_changed_fraction: float | None = None,
@@ -83,6 +86,7 @@ class CollectiveTransport:
             workers_per_replica: One server's worker processes.
             bucket_bytes: Largest bucket; a larger tensor travels in its own bucket.
             with_digest: Compare checksums.
+            load_timeout_s: Time after which the sampler ends a server that loads weights.
             can_resend: True if the actor may be called at any time while servers sample.
             senders: Location of each rank of the actor, if each sends to the workers on its own
                 GPU. None: rank 0 sends to all.
@@ -98,6 +102,7 @@ class CollectiveTransport:
         self._senders = senders
         self._bucket_bytes = bucket_bytes
         self._with_digest = with_digest
+        self._load_timeout_s = load_timeout_s
         self._can_resend = can_resend
         self._max_changed_fraction = max_changed_fraction
         self._key = uuid.uuid4().hex
@@ -217,6 +222,8 @@ class CollectiveTransport:
                 # The largest bucket may be above bucket_bytes: a large tensor has its own bucket.
                 buffer_bytes=max(bucket.num_bytes for bucket in self._layout),
                 with_digest=self._with_digest,
+                # A slow server is ended by the sampler, which names it, before the others give up.
+                timeout_s=self._load_timeout_s + _TIMEOUT_MARGIN_S,
             )
             for rank, num_workers in sizes.items()
         }

@@ -90,6 +90,7 @@ def build_transport(config: TrainerConfig, *, actor: RankGroup, sampler: Sampler
         workers_per_replica=config.rollout.vllm.tensor_parallel_size,
         bucket_bytes=sync.bucket_bytes,
         with_digest=sync.checksum,
+        load_timeout_s=config.rollout.vllm.load_timeout_s,
         # A restarted server gets the weights again from the actor. That works only if the actor is
         # idle while servers sample; in the other loops it trains at the same time.
         can_resend=config.loop == "sync",

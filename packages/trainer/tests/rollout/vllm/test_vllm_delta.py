@@ -89,6 +89,7 @@ def transport(request: pytest.FixtureRequest, served: Served, actor: Actor) -> I
             workers_per_replica=1,
             bucket_bytes=BUCKET_BYTES,
             with_digest=True,
+            load_timeout_s=60,
             can_resend=True,
             max_changed_fraction=0.25,
         )
