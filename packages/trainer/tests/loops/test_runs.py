@@ -659,7 +659,7 @@ def test_dropped_prompts_are_printed_and_logged_for_both_sources(
     (first, *_) = rows(tmp_path / "run")
     assert first["data/dropped"] > 0
     assert first["eval/dropped"] > 0
-    assert "dropped prompts longer than data.max_prompt_tokens = 24" in capsys.readouterr().out
+    assert "dropped rows that are too long (data.max_prompt_tokens = 24)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -681,7 +681,6 @@ def test_overlong_demonstration_is_named_before_the_first_update(
             *SFT,
             setting,
             "data.max_prompt_tokens=40",
-            "data.overlong_prompts=drop",
             base=TINY,
         )
 

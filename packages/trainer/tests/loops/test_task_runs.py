@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoModelForTokenClassification
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.data.rows import DataError
 from temper_trainer.loops import RunResult
 from temper_trainer.loops.run.interrupts import RunInterrupted
 
@@ -426,6 +427,35 @@ def test_streamed_data_is_packed_by_tokens_and_resumes_where_it_stopped(
     assert rows(tmp_path / "parts", phase="sft") == uninterrupted
     assert all(row["data/tokens"] <= 80 for row in uninterrupted)
     assert uninterrupted[-1]["data/epoch"] >= 1.0
+
+
+@pytest.mark.parametrize("streaming", ["true", "false"])
+def test_overlong_demonstration_is_an_error_or_dropped_whether_rows_are_streamed_or_not(
+    run: Run,
+    rows: Rows,
+    tmp_path: Path,
+    streaming: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records: list[dict[str, object]] = [
+        {"question": f"{a} + 1", "answer": f"= {a + 1}"} for a in range(4)
+    ]
+    records.insert(1, {"question": "1 + 1", "answer": "= 2 " * 25})
+    data = write(tmp_path / "sums.jsonl", records)
+    first = run(tmp_path / "first", "task=sft", data, "run.total_steps=1", base=TINY)
+    settings = (
+        *("task=sft", data, f"data.streaming={streaming}", "data.tokenizer.kind=pretrained"),
+        f"data.tokenizer.path={first.directory / 'tokenizer'}",
+        *("batching.max_tokens=60", "data.max_prompt_tokens=30", "run.save_model=false"),
+        *("batching.prompts_per_step=2", "run.total_steps=3"),
+    )
+    with pytest.raises(DataError, match=r"sums.jsonl:2: .* tokens, but batching.max_tokens is 60"):
+        run(tmp_path / "error", *settings, base=TINY)
+    run(tmp_path / "drop", *settings, "data.overlong_prompts=drop", base=TINY)
+    # Streamed rows are counted after each epoch, here in the third step.
+    assert [row["step"] for row in rows(tmp_path / "drop", phase="sft") if row["step"]] == [1, 2, 3]
+    line = "dropped 1 of 5 streamed rows" if streaming == "true" else "{'data': 1}"
+    assert line in capsys.readouterr().out
 
 
 def write_sums(run: Run, folder: Path) -> tuple[str, ...]:

@@ -255,7 +255,9 @@ class DataConfig:
     max_prompt_tokens: PositiveInt = 1024
     """Maximum prompt length in tokens."""
     overlong_prompts: Literal["error", "drop"] = "error"
-    """Longer prompts: error stops with the first of them, drop removes and counts them."""
+    """Longer prompts, and demonstrations that do not fit batching.max_tokens: error stops with the
+    first of them, drop removes and counts them.
+    """
     prompt_template: str = "{prompt}"
     """Text around string prompts; must contain {prompt}. Chat messages go through the chat
     template.

@@ -93,26 +93,6 @@ def encode_demonstrations(
     return demonstrations, len(rows) - len(kept)
 
 
-def check_fits(demonstrations: Sequence[Demonstration], *, max_tokens: tuple[int, str]) -> None:
-    """Raise if a demonstration is longer than the run can train on.
-
-    Args:
-        demonstrations: With their prompts.
-        max_tokens: The limit, and the key that sets it.
-
-    Raises:
-        DataError: Naming the row.
-    """
-    limit, key = max_tokens
-    for demonstration in demonstrations:
-        length = len(demonstration.prompt.tokens) + len(demonstration.tokens)
-        if length > limit:
-            raise DataError(
-                f"{demonstration.prompt.location}: prompt and solution have {length} tokens, but "
-                f"{key} is {limit}: raise it, or remove the row."
-            )
-
-
 def render_prompt(row: Row, *, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> str:
     """Return the text to tokenize: a string in its template, or messages in the chat template.
 

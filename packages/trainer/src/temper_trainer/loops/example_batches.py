@@ -1,6 +1,7 @@
 """Make the samples of supervised stages, with the columns that their objectives read."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +17,14 @@ from temper_trainer.batching.samples import (
 )
 from temper_trainer.batching.step_plan import RoleLayout, StepPlan, plan_step
 from temper_trainer.config.algorithm import BatchingConfig
+from temper_trainer.config.data import DataConfig
+from temper_trainer.data.rows import DataError
 from temper_trainer.loops.rl_step import run_forward
 from temper_trainer.runtime.worker_group import WorkerGroup
 from temper_trainer.types import KL_BASELINE, Demonstration, LabeledCompletion, Pair
 
 TrainingExample = Demonstration | Pair | LabeledCompletion
+Example = TypeVar("Example", bound=TrainingExample)
 
 
 def count_tokens(example: TrainingExample) -> int:
@@ -31,6 +35,45 @@ def count_tokens(example: TrainingExample) -> int:
 def list_members(example: TrainingExample) -> tuple[Demonstration, ...]:
     """Return the completions of an example with their prompts."""
     return (example,) if isinstance(example, Demonstration) else example.demonstrations
+
+
+def keep_fitting(
+    examples: Sequence[Example],
+    *,
+    max_tokens: tuple[int, str],
+    config: DataConfig,
+    must_keep: bool = True,
+) -> list[Example]:
+    """Return the examples that are short enough to train on.
+
+    Args:
+        examples: With their prompts. A pair is too long if one of its completions is.
+        max_tokens: The limit, and the key that sets it.
+        config: Settings of the data.
+        must_keep: False if the result may be empty.
+
+    Raises:
+        DataError: Naming the row, if a longer one is an error; or if all are too long.
+    """
+    limit, key = max_tokens
+    kept: list[Example] = []
+    for example in examples:
+        members = list_members(example)
+        longest = max(members, key=lambda each: len(each.prompt.tokens) + len(each.tokens))
+        length = len(longest.prompt.tokens) + len(longest.tokens)
+        if length <= limit:
+            kept.append(example)
+        elif config.overlong_prompts == "error":
+            raise DataError(
+                f"{longest.prompt.location}: prompt and solution have {length} tokens, but "
+                f"{key} is {limit}: raise it, remove the row, or set data.overlong_prompts to drop."
+            )
+    if must_keep and examples and not kept:
+        raise DataError(
+            f"all {len(examples)} prompts with their solutions are longer than {key}, which is "
+            f"{limit}: raise it."
+        )
+    return kept
 
 
 def prepare_samples(

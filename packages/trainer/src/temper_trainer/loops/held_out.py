@@ -9,8 +9,8 @@ from temper_engine_api.reduction import count_denominators, reduce_loss
 from temper_trainer.algorithms.preference_losses.preference_loss import ReferenceSource
 from temper_trainer.config.data import name_eval_set
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
-from temper_trainer.loops.example_batches import TrainingExample, list_members, prepare_samples
+from temper_trainer.data.prompts import encode_demonstrations, encode_preferences
+from temper_trainer.loops.example_batches import TrainingExample, keep_fitting, prepare_samples
 from temper_trainer.loops.rl_step import run_forward
 from temper_trainer.loops.run.run_setup import RunData, report_dropped
 from temper_trainer.metrics.evaluation_estimators import Z_95
@@ -44,15 +44,15 @@ def encode_held_out(
     for key, source in config.data.eval_sources.items():
         # Encoded like the training data, but with its own keys, such as messages_key.
         own = replace(config.data, train=source)
-        examples: Sequence[TrainingExample]
+        encoded: Sequence[TrainingExample]
         if config.preference_kind is None:
-            examples, num_dropped = encode_demonstrations(data.problems[key], data.tokenizer, own)
+            encoded, num_dropped = encode_demonstrations(data.problems[key], data.tokenizer, own)
         else:
-            examples, num_dropped = encode_preferences(data.preferences[key], data.tokenizer, own)
-        check_fits([each for one in examples for each in list_members(one)], max_tokens=limit)
+            encoded, num_dropped = encode_preferences(data.preferences[key], data.tokenizer, own)
+        examples = keep_fitting(encoded, max_tokens=limit, config=config.data)
         name = name_eval_set(key)
         sets.append(HeldOutSet(name=name, examples=examples))
-        dropped[f"eval/{name}" if name else "eval"] = num_dropped
+        dropped[f"eval/{name}" if name else "eval"] = num_dropped + len(encoded) - len(examples)
     report_dropped(log, config.data, phase=config.task, **dropped)
     return sets
 

@@ -19,11 +19,11 @@ from temper_trainer.config.data import DataConfig
 from temper_trainer.config.run import PREFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.loss_weights import describe_missing_weights
-from temper_trainer.data.prompts import check_fits, encode_demonstrations, encode_preferences
+from temper_trainer.data.prompts import encode_demonstrations, encode_preferences
 from temper_trainer.data.rows import DataError, PreferenceRow, Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streams import BufferedStream, Curriculum, InMemoryStream, get_difficulty
-from temper_trainer.loops.example_batches import TrainingExample, list_members
+from temper_trainer.loops.example_batches import TrainingExample, keep_fitting, list_members
 from temper_trainer.loops.held_out import HeldOutSet
 from temper_trainer.loops.run.run_folder import RunFolder
 from temper_trainer.loops.run.run_setup import (
@@ -115,12 +115,18 @@ def build_demonstration_stage(
         config.actor.engine.model, max_tokens=config.batching.max_tokens
     )
     if data.streaming and (warm_start is None or warm_start.data is None):
-        open_stream = _stream_demonstrations(data, tokenizer, limit=limit, seed=seed)
+        open_stream = _stream_demonstrations(
+            data,
+            tokenizer,
+            limit=limit,
+            seed=seed,
+            report=lambda line: log.print_line(f"{phase}: {line}"),
+        )
         num_examples = None
     else:
-        demonstrations, num_dropped = encode_demonstrations(rows, tokenizer, data)
-        report_dropped(log, data, phase=phase, data=num_dropped)
-        check_fits(demonstrations, max_tokens=limit)
+        encoded, _ = encode_demonstrations(rows, tokenizer, data)
+        demonstrations = keep_fitting(encoded, max_tokens=limit, config=data)
+        report_dropped(log, data, phase=phase, data=len(rows) - len(demonstrations))
         open_stream = _stream_list(
             demonstrations,
             data=data,
@@ -171,14 +177,15 @@ def build_preference_stage(
 ) -> SupervisedStage:
     """Return the stage of task dpo or rm; for the arguments see `build_demonstration_stage`."""
     assert config.task in PREFERENCE_TASKS
-    examples, num_dropped = encode_preferences(rows, tokenizer, config.data)
-    report_dropped(log, config.data, phase=config.task, data=num_dropped)
-    check_fits(
-        [each for example in examples for each in example.demonstrations],
+    encoded, _ = encode_preferences(rows, tokenizer, config.data)
+    examples = keep_fitting(
+        encoded,
         max_tokens=get_demonstration_limit(
             config.actor.engine.model, max_tokens=config.batching.max_tokens
         ),
+        config=config.data,
     )
+    report_dropped(log, config.data, phase=config.task, data=len(rows) - len(examples))
     config = with_run_length(config, num_problems=len(examples))
     return SupervisedStage(
         phase="dpo" if config.task == "dpo" else "rm",
@@ -212,23 +219,32 @@ def _stream_list(
 
 
 def _stream_demonstrations(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, limit: tuple[int, str], seed: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    limit: tuple[int, str],
+    seed: int,
+    report: Callable[[str], None],
 ) -> Callable[[DataCursor], ExampleStream]:
     """Read, tokenize and check each row only when it is needed."""
     source = data.train_sources["data.train"]
 
     def iterate_epoch() -> Iterator[TrainingExample]:
         weighted: list[Row] = []
+        num_rows = num_kept = 0
         for row in iterate_rows(source):
             if not weighted and row.loss_weights is not None:
                 weighted = [row]
             # Encode one row at a time. Unlike a list of which all rows are dropped, a dropped row
             # is no error.
-            demonstrations, _ = encode_demonstrations(
+            encoded, _ = encode_demonstrations(
                 [row], tokenizer, data, must_keep=False, must_use_tools=False
             )
-            check_fits(demonstrations, max_tokens=limit)
-            yield from demonstrations
+            kept = keep_fitting(encoded, max_tokens=limit, config=data, must_keep=False)
+            num_rows, num_kept = num_rows + 1, num_kept + len(kept)
+            yield from kept
+        if num_kept < num_rows:
+            report(f"dropped {num_rows - num_kept} of {num_rows} streamed rows as too long")
         # Known only at the end: single conversations may lack weights.
         if problem := describe_missing_weights(weighted, config=source):
             raise DataError(problem)

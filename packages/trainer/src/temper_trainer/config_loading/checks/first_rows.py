@@ -104,11 +104,11 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
     """
     # Imported here, because they import torch and transformers.
     from temper_trainer.data.prompts import (
-        check_fits,
         encode_demonstrations,
         encode_preferences,
         encode_prompts,
     )
+    from temper_trainer.loops.example_batches import TrainingExample, keep_fitting
     from temper_trainer.loops.run.run_folder import RunFolder
     from temper_trainer.loops.run.run_setup import fit_models_to_tokenizer, get_demonstration_limit
     from temper_trainer.loops.run.run_tokenizer import preview_tokenizer
@@ -134,6 +134,7 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
     limit = get_demonstration_limit(
         fitted.actor.engine.model, max_tokens=config.batching.max_tokens
     )
+    encoded: Sequence[TrainingExample]
     for key, use, first in samples:
         # When there are more rows, a limit may drop all the first ones.
         must_keep = first.is_complete and not config.data.streaming
@@ -148,16 +149,15 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
                         yield from _find_excess(prompts, config, key=key)
                     continue
                 case "demonstrations":
-                    examples, _ = encode_demonstrations(
+                    encoded, _ = encode_demonstrations(
                         first.rows, tokenizer, data, must_keep=must_keep
                     )
                 case "pairs" | "labels":
                     encoded, _ = encode_preferences(
                         first.preferences, tokenizer, data, must_keep=must_keep
                     )
-                    examples = [each for example in encoded for each in example.demonstrations]
             if has_lengths:
-                check_fits(examples, max_tokens=limit)
+                keep_fitting(encoded, max_tokens=limit, config=data, must_keep=must_keep)
         except TemperError as error:
             yield f"{key}: {error}"
 

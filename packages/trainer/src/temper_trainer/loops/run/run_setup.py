@@ -246,11 +246,11 @@ def with_schedule_length(
 
 
 def report_dropped(log: RunLog, config: DataConfig, *, phase: str, **counts: int) -> None:
-    """Print and log how many prompts were dropped for their length, by source."""
+    """Print and log how many rows were dropped for their length, by source."""
     if any(counts.values()):
         log.print_line(
-            f"{phase}: dropped prompts longer than data.max_prompt_tokens = "
-            f"{config.max_prompt_tokens}: {counts}"
+            f"{phase}: dropped rows that are too long (data.max_prompt_tokens = "
+            f"{config.max_prompt_tokens}): {counts}"
         )
         metrics = {f"{name}/dropped": float(count) for name, count in counts.items()}
         log.log_metrics(0, metrics, phase=phase)
