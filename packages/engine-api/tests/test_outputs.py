@@ -1,5 +1,6 @@
 """Test that outputs of several ranks are gathered in the requested order."""
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -53,5 +54,7 @@ def test_missing_or_repeated_id_is_refused(make_batch: MakeBatch, requested: lis
 
 
 def test_no_outputs_at_all_is_an_error() -> None:
-    with pytest.raises(BatchError, match="no rank returned outputs"):
+    with pytest.raises(BatchError, match="no rank returned outputs") as caught:
         gather_outputs([None, None], sample_ids=torch.tensor([0]))
+    named = re.findall(r"HeadOutput\.(\w+)", str(caught.value))
+    assert [HeadOutput[name] for name in named] == [HeadOutput.LOGPROB]

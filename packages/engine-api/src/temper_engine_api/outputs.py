@@ -132,7 +132,7 @@ def gather_outputs(parts: Sequence[ForwardOutputs | None], *, sample_ids: Tensor
     if not present:
         raise BatchError(
             "no rank returned outputs: pass `outputs` to the forward call, such as "
-            "[HeadOutput.LOGPROBS]."
+            "[HeadOutput.LOGPROB]."
         )
     lengths = torch.cat([part.sequence_starts.diff() for part in present])
     together = ForwardOutputs(

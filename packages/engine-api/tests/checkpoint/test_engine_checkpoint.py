@@ -12,12 +12,14 @@ import torch.distributed.checkpoint as dcp
 from temper_engine_api.checkpoint import (
     ManifestInfo,
     begin_checkpoint,
+    engine_checkpoint,
     list_complete_steps,
     report_part,
     verify,
 )
 from temper_engine_api.checkpoint.engine_checkpoint import _check_seen, save_engine_checkpoint
 from temper_engine_api.checkpoint.manifest import MANIFEST_NAME
+from temper_engine_api.checkpoint.transaction import open_part
 from temper_engine_api.distributed.gather_codec import encode_value
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import (
@@ -104,6 +106,30 @@ def test_all_ranks_raise_if_one_cannot_write(
         assert "step 2 could not be saved: rank 1: FileNotFoundError" in str(error)
         assert "Earlier steps have not changed" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_no_rank_writes_if_one_cannot_create_its_directory(
+    make_engines: MakeEngines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The rank would not reach the collectives in which the others write.
+    engines = make_engines(2)
+    opened: list[str] = []
+    written: list[str] = []
+
+    def open_or_fail(staging: Path, name: str) -> Path:
+        opened.append(name)
+        if len(opened) == 2:
+            raise PermissionError("injected")
+        return open_part(staging, name)
+
+    monkeypatch.setattr(engine_checkpoint, "open_part", open_or_fail)
+    for engine in engines:
+        monkeypatch.setattr(engine, "_write_state", written.append)
+    for error in on_every_rank(engines, save(1, tmp_path)):
+        assert "step 1 could not be saved: rank " in str(error)
+        assert "PermissionError: injected" in str(error)
+    assert written == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_ranks_raise_if_a_library_raises_on_one(

@@ -291,21 +291,26 @@ def _check_seen(path: Path, gather: Gather) -> None:
 def _write(
     engine: Participant, staging: Path, transaction: CheckpointTransaction | None, gather: Gather
 ) -> list[PartReport]:
-    outcomes = gather(_attempt(lambda: engine.write_part(str(open_part(staging, ENGINE_PART)))))
-    failed = [
-        f"rank {rank}: {outcome.error}"
-        for rank, outcome in enumerate(outcomes)
-        if outcome.error is not None
-    ]
-    if failed:
-        # A barrier: all ranks must have stopped writing before rank 0 removes the directory.
-        gather(None)
-        raise _on_rank_zero(
-            lambda: _describe_failure(transaction, failed[0]),
-            rank=engine.topology.global_rank,
-            gather=gather,
-        )
-    return [outcome.value for outcome in outcomes if outcome.value is not None]
+    def run(action: Callable[[], T]) -> list[T]:
+        outcomes = gather(_attempt(action))
+        failed = [
+            f"rank {rank}: {outcome.error}"
+            for rank, outcome in enumerate(outcomes)
+            if outcome.error is not None
+        ]
+        if failed:
+            # A barrier: all ranks must have stopped writing before rank 0 removes the directory.
+            gather(None)
+            raise _on_rank_zero(
+                lambda: _describe_failure(transaction, failed[0]),
+                rank=engine.topology.global_rank,
+                gather=gather,
+            )
+        return [outcome.value for outcome in outcomes if outcome.value is not None]
+
+    # A rank without a directory would not reach the collectives of write_part.
+    directory = run(lambda: open_part(staging, ENGINE_PART))[engine.topology.global_rank]
+    return run(lambda: engine.write_part(str(directory)))
 
 
 def _describe_failure(transaction: CheckpointTransaction | None, reason: str) -> CheckpointError:
