@@ -1,4 +1,7 @@
-"""End the child processes of this process with all descendants, even after a SIGKILL."""
+"""Kill the process groups of child processes, even if this process ends by SIGKILL.
+
+A descendant that starts a session or a group of its own is not killed.
+"""
 
 import os
 import signal
@@ -45,9 +48,11 @@ def kill_group(group_id: int) -> None:
 
 
 def has_ended(process: subprocess.Popen[bytes], *, is_waiting: bool = False) -> bool:
-    """Return True if a child has ended, and keep its id from being reused until `process.wait()`.
+    """Return True if a child has ended.
 
-    Until then its group can be killed without hitting processes of others.
+    Its id is not reused until `process.wait()`, so its group can be killed without hitting
+    processes of others. This is not true with Python before 3.13 on macOS, nor if this process
+    ignores SIGCHLD: the child is waited for.
 
     Args:
         process: The child.
@@ -56,4 +61,7 @@ def has_ended(process: subprocess.Popen[bytes], *, is_waiting: bool = False) -> 
     if sys.platform == "darwin" and sys.version_info < (3, 13):  # has no waitid
         return (process.wait() if is_waiting else process.poll()) is not None
     options = os.WEXITED | os.WNOWAIT | (0 if is_waiting else os.WNOHANG)
-    return os.waitid(os.P_PID, process.pid, options) is not None
+    try:
+        return os.waitid(os.P_PID, process.pid, options) is not None
+    except ChildProcessError:  # SIGCHLD is ignored, so the kernel has removed the child
+        return True
