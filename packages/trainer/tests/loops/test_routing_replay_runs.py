@@ -52,7 +52,10 @@ def test_recorded_experts_are_replayed_with_their_completions(
 
 def test_record_without_experts_is_refused_for_routing_replay(tmp_path: Path) -> None:
     record = tmp_path / "completions.jsonl"
-    record.write_text('{"key": "00", "tokens": [1]}\n')
+    record.write_text(
+        '{"key":"00","tokens":"","logprobs":"","finish_reason":"length","weight_version":0,'
+        '"token_versions":""}\n'
+    )
     with pytest.raises(ConfigError, match="has completions without choices of experts"):
         CompletionReplay(record, needs_experts=True)
     CompletionReplay(record, needs_experts=False)

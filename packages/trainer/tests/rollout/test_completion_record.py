@@ -1,8 +1,11 @@
 """The record of completions: small files, from which the same completions are replayed."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
@@ -42,6 +45,59 @@ def test_completions_with_their_versions_are_replayed_in_any_order(tmp_path: Pat
     assert [replay.find(make_request(seed)) for seed in (1, 0)] == completions[::-1]
     with pytest.raises(ConfigError, match="no completion for request 2 with seed 2"):
         replay.find(make_request(2))
+
+
+OLD_LINE = '{"key": "00", "tokens": [4, 2], "logprobs": [-0.5, -0.25], "weight_version": 0}\n'
+
+
+def test_record_of_an_older_version_is_neither_replayed_nor_continued(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    path.write_text(OLD_LINE)
+    with pytest.raises(ConfigError, match="was recorded by an older version of Temper: record it"):
+        CompletionReplay(path, needs_experts=False)
+    with pytest.raises(ConfigError, match="was recorded by an older version of Temper: record it"):
+        CompletionRecorder(path)
+    assert path.read_text() == OLD_LINE
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "cause"),
+    [
+        ('"tokens":"', '"token":"', "a completion has no tokens"),
+        ('"key":', '"keys":', "a completion has no key"),
+        ('"tokens":"', '"tokens":"?', "base64|padding"),
+        ('"tokens":"', '"tokens":"AAAA', "bytes length not a multiple"),
+        ('"finish_reason":"', '"finish_reason":"un', "not a valid FinishReason"),
+    ],
+)
+def test_damaged_completion_is_named_with_the_file(
+    tmp_path: Path, old: str, new: str, cause: str
+) -> None:
+    path = tmp_path / "completions.jsonl"
+    recorder = CompletionRecorder(path)
+    recorder.add(make_request(0), make_completion(0))
+    recorder.close()
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=rf"completions\.jsonl, which cannot be read .*({cause})"):
+        CompletionReplay(path, needs_experts=False).find(make_request(0))
+
+
+def test_pipe_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="it is no regular file"):
+        CompletionReplay(path, needs_experts=False)
+
+
+def test_only_the_last_completion_of_a_request_needs_experts(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    experts = torch.zeros(NUM_TOKENS, 1, 1, dtype=torch.int16)
+    recorder = CompletionRecorder(path)
+    recorder.add(make_request(0), make_completion(0))
+    recorder.add(make_request(0), replace(make_completion(0), routed_experts=experts))
+    recorder.close()
+    completion = CompletionReplay(path, needs_experts=True).find(make_request(0))
+    assert completion.routed_experts is not None
 
 
 def test_record_needs_11_bytes_per_token(tmp_path: Path) -> None:

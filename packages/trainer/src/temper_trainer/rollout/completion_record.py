@@ -8,6 +8,7 @@ timing.
 import base64
 import hashlib
 import json
+import re
 import struct
 import time
 from array import array
@@ -30,25 +31,38 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+_FIELDS = frozenset(
+    ("key", "tokens", "logprobs", "finish_reason", "weight_version", "token_versions")
+)
+"""Fields that every completion has."""
+
+
 class EncodedExperts(TypedDict):
     """`Completion.routed_experts` in a record."""
 
     shape: list[int]
     """[tokens, layers, K]"""
     data: str
-    """Base64 of the little-endian int16 values."""
+    """Base64 of the int16 values, in the byte order of the machine."""
 
 
 class CompletionRecorder:
     """Appends one JSON line per finished completion, in the order of their arrival.
 
-    Tokens, log-probs and versions are base64 of little-endian values of 4 bytes: 11 bytes per
-    token. Lists of numbers would need 27, and 12 times the CPU time.
+    Tokens, log-probs and versions are base64 of values of 4 bytes, in the byte order of the
+    machine: 11 bytes per token. Lists of numbers would need 27, and 12 times the CPU time.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file; a resumed run continues it."""
+        """Open the file; a resumed run continues it.
+
+        Raises:
+            ConfigError: If it has the format of an older version.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            with path.open("rb") as file:
+                _check_format(file.readline(), path=path)
         self._file: IO[str] = path.open("a", encoding="utf-8")
         self._begin = time.monotonic()
 
@@ -87,32 +101,39 @@ class CompletionReplay:
             needs_experts: Completions must have the experts that the sampler chose.
 
         Raises:
-            ConfigError: If the file cannot be read or is damaged, or lacks experts.
+            ConfigError: If the file cannot be read, was recorded by an older version, is damaged,
+                or lacks experts. Base64 is only checked when a completion is replayed.
         """
         self._path = path
         self._offsets: dict[str, int] = {}
         """Position of each completion's line. A record may be larger than the memory."""
         self._batches: dict[int, list[int]] = {}
         self._needs_experts = needs_experts
-        has_experts = True
+        without_experts: set[str] = set()
         try:
+            # To read a pipe would wait forever, and a completion's line is read again later.
+            if path.exists() and not path.is_file():
+                raise OSError("it is no regular file")
             with path.open("rb") as file:
                 offset = 0
                 for line in file:
+                    _check_format(line, path=path)
                     row = json.loads(line)
                     if "batch" in row:
                         self._batches[row["batch"]] = row["groups"]
                     else:
+                        if missing := _FIELDS - row.keys():
+                            raise ValueError(f"a completion has no {', '.join(sorted(missing))}")
                         # The last one of equal requests counts: a resumed run has sampled it again.
                         self._offsets[row["key"]] = offset
-                        has_experts = has_experts and "routed_experts" in row
+                        if "routed_experts" in row:
+                            without_experts.discard(row["key"])
+                        elif needs_experts:
+                            without_experts.add(row["key"])
                     offset += len(line)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"rollout.replay is {path}, which cannot be read ({error}): name the "
-                f"{RECORD_FILE} of a run with rollout.record=true."
-            ) from error
-        if needs_experts and not has_experts:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._make_error(error) from error
+        if without_experts:
             raise ConfigError(
                 f"rollout.routing_replay is sampler, but rollout.replay {path} has completions "
                 "without choices of experts: record the run with rollout.routing_replay=sampler, "
@@ -127,7 +148,7 @@ class CompletionReplay:
         """Return a request's recorded completion.
 
         Raises:
-            ConfigError: If it was not recorded.
+            ConfigError: If it was not recorded, or is damaged.
         """
         offset = self._offsets.get(compute_key(request))
         if offset is None:
@@ -136,18 +157,38 @@ class CompletionReplay:
                 f"with seed {request.seed}: replay with the configuration and data of the "
                 "recorded run."
             )
-        with self._path.open("rb") as file:
-            file.seek(offset)
-            row = json.loads(file.readline())
-        return Completion(
-            request_id=request.request_id,
-            tokens=array("I", base64.b64decode(row["tokens"])),
-            rollout_logprobs=array("f", base64.b64decode(row["logprobs"])),
-            finish_reason=FinishReason(row["finish_reason"]),
-            weight_version=row["weight_version"],
-            token_versions=array("I", base64.b64decode(row["token_versions"])) or (),
-            # A run without routing replay may replay the record of one with it.
-            routed_experts=_decode_experts(row["routed_experts"]) if self._needs_experts else None,
+        try:
+            with self._path.open("rb") as file:
+                file.seek(offset)
+                row = json.loads(file.readline())
+            return Completion(
+                request_id=request.request_id,
+                tokens=array("I", _decode(row["tokens"])),
+                rollout_logprobs=array("f", _decode(row["logprobs"])),
+                finish_reason=FinishReason(row["finish_reason"]),
+                weight_version=row["weight_version"],
+                token_versions=array("I", _decode(row["token_versions"])) or (),
+                # A run without routing replay may replay the record of one with it.
+                routed_experts=_decode_experts(row["routed_experts"])
+                if self._needs_experts
+                else None,
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._make_error(error) from error
+
+    def _make_error(self, cause: Exception) -> ConfigError:
+        return ConfigError(
+            f"rollout.replay is {self._path}, which cannot be read ({cause}): name the "
+            f"{RECORD_FILE} of a run with rollout.record=true."
+        )
+
+
+def _check_format(line: bytes, *, path: Path) -> None:
+    """Raise ConfigError if a line of a record has lists of numbers, as older versions wrote it."""
+    if re.search(rb'"tokens": ?\[', line):
+        raise ConfigError(
+            f"{path} was recorded by an older version of Temper: record it again, in another "
+            "run.dir or after removing this file."
         )
 
 
@@ -155,15 +196,19 @@ def _encode(values: "array[int] | array[float]") -> str:
     return base64.b64encode(values).decode()
 
 
+def _decode(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
 def _encode_experts(experts: "Tensor") -> EncodedExperts:
-    data = experts.numpy().astype("<i2", copy=False).tobytes()
+    data = experts.numpy().astype("int16", copy=False).tobytes()
     return EncodedExperts(shape=list(experts.shape), data=base64.b64encode(data).decode())
 
 
 def _decode_experts(encoded: EncodedExperts) -> "Tensor":
     import torch
 
-    data = bytearray(base64.b64decode(encoded["data"]))
+    data = bytearray(_decode(encoded["data"]))
     return torch.frombuffer(data, dtype=torch.int16).reshape(encoded["shape"])
 
 
