@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -332,10 +333,11 @@ def test_file_instead_of_the_run_folder_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_folder_instead_of_the_lock_file_is_refused_in_the_words_of_the_check(
-    tmp_path: Path,
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
+def test_other_entry_than_a_lock_file_is_refused_in_the_words_of_the_check(
+    tmp_path: Path, make: Callable[[Path], None]
 ) -> None:
-    (tmp_path / LOCK_FILE).mkdir()
+    make(tmp_path / LOCK_FILE)
     with pytest.raises(ConfigError) as refusal, RunLock(tmp_path):
         pass
     assert [str(refusal.value)] == list(find_wrong_entries(tmp_path))

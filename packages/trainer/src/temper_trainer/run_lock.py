@@ -20,7 +20,7 @@ from filelock import OwnerRecord, SoftFileLease, Timeout
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_engine_api.process_folders import open_temporary_folder
-from temper_trainer.config.run_folder_checks import describe_folder_in_place_of_file
+from temper_trainer.config.run_folder_checks import describe_other_kind
 
 logger = logging.getLogger(__name__)
 
@@ -72,9 +72,10 @@ class RunLock:
         try:
             self._has_made_folder = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)
+            # To read a pipe would wait forever.
+            if problem := describe_other_kind(self._folder / LOCK_FILE):
+                raise ConfigError(problem)
             self._acquire()
-        except IsADirectoryError as error:
-            raise ConfigError(describe_folder_in_place_of_file(self._folder / LOCK_FILE)) from error
         except OSError as error:
             raise ConfigError(describe_write_error(self._folder, error)) from error
         return self

@@ -7,11 +7,25 @@ from pathlib import Path
 import pytest
 
 from temper_engine_api.errors import ConfigError
+from temper_trainer.checkpoint.checkpointer import RUN_ID_FILE
 from temper_trainer.config.data import TokenizerConfig
+from temper_trainer.config.rollout import RECORD_FILE
 from temper_trainer.config.run import RunConfig
+from temper_trainer.config.run_folder_checks import find_wrong_entries
 from temper_trainer.config_loading import load
 from temper_trainer.loops import train
-from temper_trainer.loops.run.run_folder import RunFolder, open_run_folder, set_aside_damaged_model
+from temper_trainer.loops.run.run_folder import (
+    TRAINED_CONFIG,
+    RunFolder,
+    open_run_folder,
+    set_aside_damaged_model,
+)
+from temper_trainer.metrics.report import REPORT_FILE
+from temper_trainer.metrics.rollout_records import ROLLOUTS_FILE
+from temper_trainer.metrics.run_files import METRICS_FILE, STARTS_FILE
+from temper_trainer.metrics.run_log import SAMPLES_FILE
+from temper_trainer.metrics.timeline import TIMELINE_FILE
+from temper_trainer.run_lock import LOCK_FILE
 
 
 def test_files_of_a_failed_start_are_renamed_and_never_deleted(
@@ -58,6 +72,17 @@ def test_checkpoints_that_is_not_a_folder_is_refused_at_the_start(
         open_run_folder(RunConfig(dir=str(tmp_path), resume=resume))
 
 
+def test_pipe_in_place_of_any_file_that_a_run_writes_is_found(tmp_path: Path) -> None:
+    names = {
+        *(METRICS_FILE, STARTS_FILE, SAMPLES_FILE, TIMELINE_FILE, ROLLOUTS_FILE, RECORD_FILE),
+        *(TRAINED_CONFIG, RUN_ID_FILE, LOCK_FILE, REPORT_FILE, f".{REPORT_FILE}.partial"),
+    }
+    for name in names:
+        os.mkfifo(tmp_path / name)
+    found = {Path(problem.split()[0]).name for problem in find_wrong_entries(tmp_path)}
+    assert found == names
+
+
 def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
     # Such as one to a disk that is not mounted: renaming the new model over it would fail.
     folder = RunFolder(tmp_path)
@@ -87,6 +112,7 @@ def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
         ("config.yaml", "pipe"),
         ("metrics.jsonl", "pipe"),
         ("run.lock", "pipe"),
+        ("completions.jsonl", "pipe"),
         ("tensorboard", "file"),
         ("tensorboard/rl", "file"),
         ("wandb", "file"),

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+from temper_trainer.config.rollout import RECORD_FILE
+
 RUN_FILES = (
     "config.yaml",
     "config_origins.yaml",
@@ -33,7 +35,7 @@ _FOLDERS = (
 )
 _FILES = (
     *("config.yaml", "config_origins.yaml", ".trained_config.yaml", UNTRAINED),
-    *("metrics.jsonl", "samples.jsonl", "timeline.jsonl", "rollouts.jsonl"),
+    *("metrics.jsonl", "samples.jsonl", "timeline.jsonl", "rollouts.jsonl", RECORD_FILE),
     *("run.lock", "run_id", "starts.jsonl"),
     *("report.html", ".report.html.partial", "curves.png", ".curves.partial.png"),
     *("wandb_id.txt", "trackio_run.txt", "mlflow_run.txt", "mlflow.db", "prometheus_token"),
@@ -61,16 +63,19 @@ def find_wrong_entries(folder: Path) -> Iterator[str]:
             kind = "a file" if path.exists() else "a broken link"
             yield f"{path} is {kind}, but must be a folder: rename or remove it."
     for name in _FILES:
-        path = folder / name
-        if path.is_dir():
-            yield describe_folder_in_place_of_file(path)
-        elif path.is_fifo() or path.is_socket():
-            yield f"{path} is a pipe or socket, but must be a file: rename or remove it."
+        if problem := describe_other_kind(folder / name):
+            yield problem
 
 
-def describe_folder_in_place_of_file(path: Path) -> str:
-    """Return the error message for a folder with the name of a file that the run writes."""
-    return f"{path} is a folder, but must be a file: rename or remove it."
+def describe_other_kind(path: Path) -> str | None:
+    """Return the error message for a folder, pipe or socket with the name of a run's file."""
+    if path.is_dir():
+        kind = "folder"
+    elif path.is_fifo() or path.is_socket():
+        kind = "pipe or socket"
+    else:
+        return None
+    return f"{path} is a {kind}, but must be a file: rename or remove it."
 
 
 def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:
