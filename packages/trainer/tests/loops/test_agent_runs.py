@@ -4,7 +4,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -70,13 +70,17 @@ def test_policy_is_trained_by_a_function_that_uses_a_client(
 
 
 def run_programs(
-    command: str, *, num_rollouts: int = 1, step_timeout_s: float | None = None
+    command: str,
+    *,
+    num_rollouts: int = 1,
+    step_timeout_s: float | None = None,
+    extra: Mapping[str, object] | None = None,
 ) -> list[Conversation]:
     tokenizer = make_tokenizer()
     config = EnvironmentConfig(
         name="agent", arguments={"command": command}, step_timeout_s=step_timeout_s
     )
-    prompt = Prompt(prompt_id=3, text="6*7=", tokens=(1,), answer="")
+    prompt = Prompt(prompt_id=3, text="6*7=", tokens=(1,), answer="", extra=extra or {})
     requests = [
         SamplingRequest(
             request_id=i, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=64), seed=i
@@ -117,6 +121,13 @@ def test_error_of_a_program_is_reported_and_the_others_are_killed() -> None:
     command = "sh -c 'read line; case $OPENAI_MODEL in policy) echo broken >&2; exit 3; esac'"
     with pytest.raises(AgentFailedError, match=r"(?s)prompt 3 .*status 3; .*broken"):
         run_programs(command, num_rollouts=4)
+
+
+def test_task_that_is_no_json_fails_before_the_program_starts(tmp_path: Path) -> None:
+    # With an empty standard input, the program would end. It waits if nobody writes or closes it.
+    with pytest.raises(TypeError, match="keys must be str"):
+        run_programs(f"tee {tmp_path}/task", step_timeout_s=5.0, extra={"by_pair": {(1, 2): 3}})
+    assert not (tmp_path / "task").exists()
 
 
 def test_program_that_takes_too_long_is_killed_with_its_children(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
@@ -383,6 +384,23 @@ INVALID_ANSWERS: dict[str, tuple[Callable[[], FixedAnswers], str]] = {
     "text as tokens": (
         lambda: FixedAnswers(Observation(tokens=cast(Any, "9"))),
         "integers as tokens",
+    ),
+    "number as tokens": (
+        lambda: FixedAnswers(answer=Observation(tokens=cast(Any, (1.5,)))),
+        "integers as tokens",
+    ),
+    "huge reward": (lambda: FixedAnswers(answer=Observation(reward=10**400)), "a number as reward"),
+    "rewards": (
+        lambda: FixedAnswers(answer=Observation(reward=cast(Any, torch.ones(2)))),
+        "a number as reward",
+    ),
+    "no metrics": (
+        lambda: FixedAnswers(answer=Observation(metrics=cast(Any, None))),
+        "numbers as metrics",
+    ),
+    "text as metric": (
+        lambda: FixedAnswers(answer=Observation(metrics=cast(Any, {"a": "x"}))),
+        "numbers as metrics",
     ),
     "long opening": (
         lambda: FixedAnswers(Observation(tokens=(1,) * 40)),

@@ -174,6 +174,8 @@ class AgentProgram:
         Raises:
             AgentFailedError: If it ends with another status than 0.
         """
+        # Before the program starts: a task that is no JSON fails the rollout.
+        line = _encode_task(task)
         # Not a process of asyncio, which waits for it at its end: its group could then not be
         # killed any more, because other processes may get its id.
         process = subprocess.Popen(
@@ -191,7 +193,7 @@ class AgentProgram:
             ]
             try:
                 with kill_group_on_exit(process.pid):
-                    _threads.start(_write, process.stdin, task)
+                    _threads.start(_write, process.stdin, line)
                     await _threads.call(has_ended, process, is_waiting=True)
             finally:
                 # Its children too, which may hold its streams open.
@@ -238,9 +240,8 @@ def _wrap_function(function: AgentFunction) -> Callable[[AgentTask], Awaitable[f
     return run
 
 
-def _write(stream: IO[bytes] | None, task: AgentTask) -> None:
-    """Write the task as one line of JSON to a program, which need not read it."""
-    assert stream is not None
+def _encode_task(task: AgentTask) -> bytes:
+    """Return the task as one line of JSON."""
     line = json.dumps(
         {
             "prompt_id": task.prompt.prompt_id,
@@ -249,9 +250,15 @@ def _write(stream: IO[bytes] | None, task: AgentTask) -> None:
         },
         default=str,
     )
+    return line.encode() + b"\n"
+
+
+def _write(stream: IO[bytes] | None, line: bytes) -> None:
+    """Write a line to a program, which need not read it."""
+    assert stream is not None
     # Closing the stream writes what is left in its buffer.
     with contextlib.suppress(BrokenPipeError), stream:
-        stream.write(line.encode() + b"\n")
+        stream.write(line)
 
 
 async def _read_end(stream: IO[bytes] | None) -> str:

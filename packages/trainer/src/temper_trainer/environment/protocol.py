@@ -6,6 +6,7 @@ to write one that exchanges text.
 """
 
 import math
+import operator
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
@@ -19,7 +20,10 @@ class BrokenEnvironmentError(TemperError, RuntimeError):
 
 
 class InvalidAnswerError(TemperError, ValueError):
-    """An environment returned what cannot be trained; only its rollout fails."""
+    """An environment returned what cannot be trained.
+
+    It counts as a failed rollout; see ``environment.max_failure_fraction``.
+    """
 
 
 class RolloutLimitError(TemperError, RuntimeError):
@@ -131,8 +135,8 @@ def check_answer(
         vocab_size: Number of token ids; None if it is not known.
 
     Raises:
-        InvalidAnswerError: If it is something else, its reward is not finite, or a token id does
-            not exist.
+        InvalidAnswerError: If it is something else, its reward is not finite, a token id does not
+            exist, or a metric is no number.
     """
     if not isinstance(answer, kind):
         raise InvalidAnswerError(
@@ -141,13 +145,16 @@ def check_answer(
     tokens = answer.tokens if isinstance(answer, Observation) else ()
     try:
         is_finite = math.isfinite(answer.reward)
-        lowest, highest = min(tokens, default=0), max(tokens, default=0)
-        has_invalid_token = lowest < 0 or (vocab_size is not None and highest >= vocab_size)
-    except TypeError as error:
+        ids = [operator.index(token) for token in tokens]
+        for count in dict(answer.metrics).values():
+            math.isfinite(count)  # raises if it is no number
+    except (TypeError, ValueError, OverflowError) as error:
         raise InvalidAnswerError(
-            f"the environment returned {answer!r:.100}: return integers as tokens, and a number as "
-            "reward."
+            f"the environment returned {answer!r:.100}: return integers as tokens, a number as "
+            "reward, and a dictionary of numbers as metrics."
         ) from error
+    lowest, highest = min(ids, default=0), max(ids, default=0)
+    has_invalid_token = lowest < 0 or (vocab_size is not None and highest >= vocab_size)
     if not is_finite:
         raise InvalidAnswerError(
             f"the environment returned reward {answer.reward}: return a finite number."
