@@ -130,7 +130,7 @@ def test_model_of_a_server_is_downloaded_with_progress_and_then_found_in_the_cac
     ("name", "remedy"),
     [
         ("tiny-0.5B", "or write OWNER/tiny-0.5B if it is a model on the Hugging Face Hub."),
-        ("https://huggingface.co/acme/tiny", "write acme/tiny, the name of the model on the Hub."),
+        ("https://huggingface.co/acme/tiny/tree/main", "write acme/tiny, the name of the model on"),
     ],
 )
 def test_wrong_form_of_a_name_gets_a_hint_at_the_hub(

@@ -57,7 +57,7 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "decompress or convert the files, or use data.train=datasets.",
         ),
         (
-            ["task=generate", "rollout.record=true"],
+            ["task=generate", "rollout.record=true", "generate.file=./completions.jsonl"],
             "rollout.record and generate.file both write completions.jsonl",
             "set generate.file to another name.",
         ),

@@ -131,6 +131,15 @@ def test_unknown_choice_lists_the_choices() -> None:
             ),
         ),
         ("run.dir=${a", "cannot parse 'run.dir=${a' on the command line"),
+        # In quotes, these would become text, which is not what was meant.
+        (
+            "run.dir={a=1}",
+            "cannot parse 'run.dir={a=1}' on the command line: no viable alternative at input",
+        ),
+        (
+            "run.dir=[[a=1],b]",
+            "cannot parse 'run.dir=[[a=1],b]' on the command line: no viable alternative at input",
+        ),
         (
             "~run.seed",
             (

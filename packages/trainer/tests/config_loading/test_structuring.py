@@ -11,6 +11,7 @@ from .conftest import RL
     [
         ("run.seed=1.5", "run.seed is 1.5, but must be a whole number of at least 0."),
         ("run.seed=1e1", "run.seed is 10.0, but must be a whole number of at least 0: write 10."),
+        ("run.seed=-1e1", "run.seed is -10.0, but must be a whole number of at least 0."),
         ("run.seed=true", "run.seed is true, but must be a whole number of at least 0."),
         ("run.seed='1'", "run.seed is '1', but must be a whole number of at least 0."),
         ("run.seed=null", "run.seed is null, but must be a whole number of at least 0."),

@@ -28,13 +28,14 @@ def refusal(*overrides: str, config_dir: Path | None = None, config_name: str = 
         ("actor.engine.optim.lr", "actor.engine.optimizer.lr"),
         ("sampling.temprature", "sampling.temperature"),
         ("runn.seed", "run.seed"),
+        ("critic.engine.optim.lr", "critic.engine.optimizer.lr or "),
         ("lr", "actor.engine.optimizer.lr or "),
         # Each of these names is right in another block.
         ("actor.engine.model.paths", "actor.engine.model.path?"),
     ],
 )
 def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
-    text = refusal(f"{key}=1")
+    text = refusal("critic=value_model", f"{key}=1")
     assert text.startswith(f"there is no key {key}: did you mean {nearest}")
     assert text.endswith("(set by: command line)")
 

@@ -1,5 +1,6 @@
 """The full configuration of a run, and the checks for settings that contradict each other."""
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -461,7 +462,11 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not "
             "set, so the servers have no weights to load: set it to a model directory."
         )
-    if config.task == "generate" and config.rollout.record and config.generate.file == RECORD_FILE:
+    if (
+        config.task == "generate"
+        and config.rollout.record
+        and os.path.normpath(config.generate.file) == RECORD_FILE
+    ):
         yield (
             f"rollout.record and generate.file both write {RECORD_FILE}: set generate.file to "
             "another name."

@@ -214,11 +214,14 @@ def _parse(text: str) -> Override:
 
 
 def _quote_values(text: str) -> str | None:
-    """Return an override with its texts in quotes, for a shell; None if that is no override."""
+    """Return an override with its texts in quotes, for a shell; None if that is no override.
+
+    Mappings and nested lists are left to the user, because quotes would turn them into texts.
+    """
     key, _, value = text.partition("=")
-    if '"' in value or "'" in value or "${" in value:
-        return None
     is_list = value.startswith("[") and value.endswith("]")
+    if any(each in value for each in "\"'{") or (is_list and "[" in value[1:]):
+        return None
     texts = value[1:-1].split(",") if is_list else [value]
     joined = ",".join(f'"{each.strip()}"' for each in texts)
     quoted = f"{key}=[{joined}]" if is_list else f"{key}={joined}"

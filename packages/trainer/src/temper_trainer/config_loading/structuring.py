@@ -175,6 +175,7 @@ def _structure_variant(converter: Converter, value: object, choice: Choice) -> o
 
 
 def _structure_value(value: object, annotation: object) -> object:
+    bounds = find_range(annotation)
     try:
         read = _read(value, annotation)
     except _WrongTypeError:
@@ -184,10 +185,14 @@ def _structure_value(value: object, annotation: object) -> object:
         )
         hint = f" A list is written [{value}]." if is_list else ""
         end = "."
-        if isinstance(value, float) and value.is_integer() and "whole number" in expected:
+        if (
+            isinstance(value, float)
+            and value.is_integer()
+            and "whole number" in expected
+            and (bounds is None or value in bounds)
+        ):
             end = f": write {value:.0f}."  # Hydra reads 1e3 as a float
         raise ConfigError(f"is {_show(value)}, but must be {expected}{end}{hint}") from None
-    bounds = find_range(annotation)
     if bounds is not None and isinstance(read, (int, float)) and read not in bounds:
         raise ConfigError(f"is {read}, but must be {bounds}.")
     return read

@@ -119,10 +119,10 @@ def suggest_keys(key: str, *, known: Mapping[str, Entry]) -> str:
     """
     block, _, name = key.rpartition(".")
     same_name = [candidate for candidate in known if candidate.rpartition(".")[2] == name]
-    # The optimizers of all models have the same keys, and most users look for the actor's `lr`.
+    # The optimizers of all models have the same keys. Without a block, most users mean the actor's.
     same_name.sort(
         key=lambda candidate: (
-            candidate.startswith("actor.engine.optimizer."),
+            not block and candidate.startswith("actor.engine.optimizer."),
             difflib.SequenceMatcher(a=key, b=candidate).ratio(),
         ),
         reverse=True,

@@ -172,7 +172,9 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
         if _is_model(f"{path}/huggingface"):
             remedy = f"write {path}/huggingface, the model of that run."
         if path.startswith(_HUB_ADDRESS):
-            remedy = f"write {path.removeprefix(_HUB_ADDRESS)}, the name of the model on the Hub."
+            # A browser shows addresses such as ADDRESS/OWNER/NAME/tree/main.
+            name = "/".join(path.removeprefix(_HUB_ADDRESS).split("/")[:2])
+            remedy = f"write {name}, the name of the model on the Hub."
         if _HUB_NAME.fullmatch(path) and not folder.exists():
             remedy = (
                 "if it is the name of a model on the Hugging Face Hub, run hf download "
