@@ -124,7 +124,6 @@ def test_error_of_a_program_is_reported_and_the_others_are_killed() -> None:
 
 
 def test_task_that_is_no_json_fails_before_the_program_starts(tmp_path: Path) -> None:
-    # With an empty standard input, the program would end. It waits if nobody writes or closes it.
     with pytest.raises(TypeError, match="keys must be str"):
         run_programs(f"tee {tmp_path}/task", step_timeout_s=5.0, extra={"by_pair": {(1, 2): 3}})
     assert not (tmp_path / "task").exists()

@@ -79,8 +79,8 @@ def test_pipe_in_place_of_any_file_that_a_run_writes_is_found(tmp_path: Path) ->
     }
     for name in names:
         os.mkfifo(tmp_path / name)
-    found = {Path(problem.split()[0]).name for problem in find_wrong_entries(tmp_path)}
-    assert found == names
+    refused = {Path(problem.split()[0]).name for problem in find_wrong_entries(tmp_path)}
+    assert refused == names
 
 
 def test_link_to_a_missing_model_is_renamed(tmp_path: Path) -> None:
