@@ -1,7 +1,6 @@
 """Buckets of weights as files, and over a channel."""
 
 import os
-import socket
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from temper_engine_api.distributed.rendezvous import StoreServer
 from temper_engine_api.errors import WeightError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.packed_bucket import (
@@ -105,13 +105,6 @@ def test_digest_is_the_sum_of_words_weighted_by_their_position() -> None:
     assert compute_digest(data) == expected
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @pytest.mark.parametrize("with_digest", [True, False])
 def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> None:
     parts = list(split_into_buckets(WEIGHTS, bucket_bytes=40))
@@ -120,10 +113,13 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
         for part in parts
     ]
     largest = max(weight_file.num_bytes for weight_file in weight_files)
+    # As in a run, the store listens before a receiver gets its address.
+    server = StoreServer("127.0.0.1", token="secret")
     spec = ChannelSpec(
         backend="gloo",
         address="127.0.0.1",
-        port=free_port(),
+        port=server.port,
+        token="secret",
         size=3,
         buffer_bytes=largest,
         with_digest=with_digest,
@@ -142,7 +138,7 @@ def test_broadcast_sends_every_bucket_to_every_receiver(with_digest: bool) -> No
     threads = [threading.Thread(target=receive, args=(rank,)) for rank in received]
     for thread in threads:
         thread.start()
-    channel = WeightChannel(spec, device=torch.device("cpu"))
+    channel = WeightChannel(spec, device=torch.device("cpu"), server=server)
     for part, weight_file in zip(parts, weight_files, strict=True):
         data = channel.get_bucket_buffer(weight_file.num_bytes)
         pack_tensors(data, part, weight_file.entries)
