@@ -337,7 +337,7 @@ def test_formatted_plan_counts_sequences_and_tokens() -> None:
         ["0", "1", "30", "30", "1.000"],
         ["1", "2", "30", "30", "1.000"],
     ]
-    assert "1 micro-batches on each of 2 ranks" in table
+    assert "micro-batches per rank: 1" in table
 
 
 def test_costs_are_linear_and_quadratic_in_the_length() -> None:

@@ -270,7 +270,7 @@ def format_plan(
         rows.append(
             f"{r:>4}  {count:>9}  {sum(sizes):>6}  {max(sizes):>19}  {costs[r] / mean:>9.3f}"
         )
-    rows.append(f"{plan.num_micro_batches} micro-batches on each of {len(plan.ranks)} ranks")
+    rows.append(f"micro-batches per rank: {plan.num_micro_batches}")
     return "\n".join(rows)
 
 

@@ -191,7 +191,7 @@ def test_description_shows_sizes_and_each_distinct_plan_once() -> None:
         plan_step(samples, BatchingConfig(num_passes=2, max_tokens=12), layouts=layouts, seed=0),
         samples,
     )
-    assert "3 samples of 12 tokens; 2 updates (2 passes of 1 mini-batches)" in text
-    assert "9 trained tokens of 12, 3 sequences, 3 groups" in text
+    assert "samples: 3, tokens: 12; updates: 2 (passes: 2, mini-batches per pass: 1)" in text
+    assert "trained tokens: 9 of 12, sequences: 3, groups: 3" in text
     assert "actor, ref:" in text
     assert "critic:" in text

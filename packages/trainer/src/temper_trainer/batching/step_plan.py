@@ -351,12 +351,12 @@ def describe_plan(plan: StepPlan, samples: SequenceBatch) -> str:
     first = plan.mini_batches[0]
     first_lengths = [lengths[i] for i in first.indices]
     counts = first.denominators
-    passes = f"{plan.num_passes} passes of {len(plan.first_pass)} mini-batches"
-    sizes = f"{samples.num_sequences} samples of {samples.num_tokens} tokens"
-    trained = f"{counts.tokens} trained tokens of {sum(first_lengths)}"
+    passes = f"passes: {plan.num_passes}, mini-batches per pass: {len(plan.first_pass)}"
+    sizes = f"samples: {samples.num_sequences}, tokens: {samples.num_tokens}"
+    trained = f"trained tokens: {counts.tokens} of {sum(first_lengths)}"
     lines = [
-        f"{sizes}; {len(plan.mini_batches)} updates ({passes})",
-        f"first update: {trained}, {counts.sequences} sequences, {counts.groups} groups",
+        f"{sizes}; updates: {len(plan.mini_batches)} ({passes})",
+        f"first update: {trained}, sequences: {counts.sequences}, groups: {counts.groups}",
     ]
     # Roles with equal layouts have the same plan object: see `plan_step`.
     roles_by_plan: dict[int, list[str]] = {}
