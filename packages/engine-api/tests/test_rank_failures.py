@@ -308,6 +308,90 @@ def test_group_of_pipeline_stages_survives_outside_of_a_pass(tmp_path: Path) -> 
     run_ranks(raise_between_stages, str(tmp_path))
 
 
+def test_call_in_a_pass_keeps_position_and_messages() -> None:
+    failures = RankFailures(dist.HashStore(), rank=0, world_size=2)
+    failures._has_stages = True
+    with failures.report_failure("train_mode()"):
+        with failures.report_failure("forward_backward_batch()"), failures.track_messages():
+            failures.set_position(" at micro-batch 2 of 3")
+            with failures.report_failure("gather_objects()"):
+                assert (failures._position, failures._may_have_messages) == ("", True)
+            assert failures._position == " at micro-batch 2 of 3"
+            assert failures._may_have_messages
+        assert not failures._may_have_messages
+
+
+def test_calls_inside_of_a_call_do_not_change_the_numbers_of_later_ones() -> None:
+    store = dist.HashStore()
+    ranks = [RankFailures(store, rank=rank, world_size=2) for rank in range(2)]
+    for rank, failures in enumerate(ranks):
+        with failures.report_failure("write_part()"):
+            for _ in range(rank):
+                with failures.report_failure("gather_objects()"):
+                    pass
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(call, failures, fails=True) for failures in ranks]
+    assert all(isinstance(result.exception(), ValueError) for result in results)
+    for failures in ranks:
+        failures.check()
+
+
+class LostStore(dist.HashStore):
+    """Store whose process has ended, as soon as `is_lost` is set."""
+
+    is_lost = False
+
+    def set(self, key: str, value: str) -> None:
+        if self.is_lost:
+            raise dist.DistNetworkError("Connection reset by peer")
+        super().set(key, value)
+
+
+def write_without_store(error: OSError | None) -> RankFailures:
+    store = LostStore()
+    failures = RankFailures(store, rank=0, world_size=2)
+    with failures.report_unfinished("write_part()", timeout_s=5.0):
+        store.is_lost = True
+        if error is not None:
+            raise error
+    return failures
+
+
+def test_part_that_ends_without_the_store_stays_finished() -> None:
+    write_without_store(None).check()
+
+
+def test_error_of_a_part_is_raised_although_the_store_is_lost() -> None:
+    with pytest.raises(OSError, match="no space left") as caught:
+        write_without_store(OSError("no space left"))
+    assert "rank 0 lost the connection to the store" in str(caught.value.__notes__)
+
+
+def test_ends_of_earlier_parts_are_deleted() -> None:
+    store = dist.HashStore()
+    failures = RankFailures(store, rank=0, world_size=2)
+    num_keys = []
+    for _ in range(5):
+        with failures.report_unfinished("write_part()", timeout_s=5.0):
+            pass
+        num_keys.append(store.num_keys())
+    assert num_keys[1:] == [num_keys[1]] * 4
+
+
+def test_error_of_a_background_save_is_not_reported_again() -> None:
+    # The other rank raises it in its own time, which may be later than AGREEMENT_S.
+    failures = RankFailures(dist.HashStore(), rank=0, world_size=2)
+    begin = time.monotonic()
+    with (
+        pytest.raises(CheckpointError),
+        failures.report_failure("save_checkpoint()"),
+        failures.report_interrupt("finish_saving()"),
+    ):
+        raise CheckpointError("step 1 could not be saved")
+    assert time.monotonic() - begin < 1.0
+    failures.check()
+
+
 def build_after_a_failure(rank: int, folder: str) -> None:
     raise_in_stages(rank, folder)
     raise_on_both(rank, folder + "/next")

@@ -158,7 +158,7 @@ def test_local_methods_neither_count_nor_report(tmp_path: Path) -> None:
     failures.check()
     other = RankFailures(store, rank=1, world_size=2)
     report, other_report = (each._make_report(ValueError(), where="") for each in (failures, other))
-    assert report.call_number == other_report.call_number
+    assert report.call_numbers == other_report.call_numbers
     failures._leave_broken_group("rank 1 raised")
     with pytest.raises(RankFailedError):
         engine.lr_scheduler_step()

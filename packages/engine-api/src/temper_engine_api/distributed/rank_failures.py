@@ -1,7 +1,8 @@
 """Report the exception of one rank to the others, and agree whether the process group survives.
 
 A rank that raises in a collective call leaves the other ranks waiting for it. `RankFailures` ends
-this wait. Ranks exchange nothing as long as calls succeed. After an exception:
+this wait. As long as calls succeed, ranks publish only the end of each write or read of a
+checkpoint. After an exception:
 
 1. The rank writes its number, the call and the message to the store of the default process group,
    with the number of collectives that it has started in each group.
@@ -43,6 +44,7 @@ rank raised during its passes.
 
 import itertools
 import json
+import logging
 import threading
 import time
 import weakref
@@ -66,7 +68,12 @@ from temper_engine_api.distributed.rank_connections import (
     has_lost_connection,
     list_own_connections,
 )
-from temper_engine_api.errors import CollectiveTimeoutError, EngineStateError, RankFailedError
+from temper_engine_api.errors import (
+    CheckpointError,
+    CollectiveTimeoutError,
+    EngineStateError,
+    RankFailedError,
+)
 from temper_engine_api.topology import Topology
 
 AGREEMENT_S = 4.0
@@ -85,6 +92,7 @@ _CAUSE_WAIT_S = 1.0
 _REPORTED_AT = "_temper_reported_at"
 """Attribute of an exception: the event of its report. Enclosing calls, which began earlier, do not
 report the exception again."""
+_LOG = logging.getLogger(__name__)
 _EVENTS = itertools.count(1)
 _SURVIVES = "survives"
 
@@ -94,10 +102,11 @@ class FailureReport:
     """Report of a rank's exception, as the other ranks read it."""
 
     rank: int
-    call_number: int
-    """Number of collective calls of this engine, including this one."""
+    call_numbers: list[int]
+    """Number of this call among those of the engine. For a call inside of others, such as in
+    `train_mode()`, the numbers of the enclosing calls come first."""
     where: str
-    """Call and position, such as `a training call at micro-batch 2 of 3`."""
+    """Call and position, such as `forward_backward_batch() at micro-batch 2 of 3`."""
     message: str
     """Type and message of the exception."""
     num_collectives: dict[str, int]
@@ -129,6 +138,20 @@ class _GroupFailure:
         # the same order, so they agree on this number, even if a rank arrives after a declaration.
         group_number = store.add(f"{_PREFIX}/groups/{rank}", 1)
         return cls(store=store, declaration_key=f"{_PREFIX}/declared/{group_number}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """A write or read of a checkpoint."""
+
+    number: int
+    begin: dict[str, int] = field(default_factory=count_collectives)
+    """Collectives at its begin. They may differ between ranks: gloo also counts messages."""
+
+    def count_collectives(self) -> dict[str, int]:
+        """Return the number of collectives since the begin, as the function of the same name."""
+        counts = count_collectives()
+        return {name: count - self.begin.get(name, 0) for name, count in counts.items()}
 
 
 _GROUP_FAILURES: "weakref.WeakKeyDictionary[ProcessGroup, _GroupFailure]"
@@ -169,7 +192,9 @@ class RankFailures:
         engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
         self._prefix = f"{_PREFIX}/{engine_number}"
         self._group = group or _GroupFailure.make_for_next_group(store, rank=rank)
-        self._num_calls = self._num_parts = 0
+        self._num_calls = [0]
+        """Calls so far; inside of a call, those in it so far come last."""
+        self._num_parts = 0
         self._num_survived = 0
         self._position = ""
         self._may_have_messages = False
@@ -265,7 +290,8 @@ class RankFailures:
         """Enclose the passes of a call, in which pipeline stages exchange messages."""
         self._may_have_messages = self._has_stages
         yield
-        # This line is skipped after an exception, when messages may be unsent or unread.
+        # This line is skipped after an exception, when messages may be unsent or unread. With
+        # stages the group then breaks.
         self._may_have_messages = False
 
     @contextmanager
@@ -275,7 +301,7 @@ class RankFailures:
         """Enclose a collective call: report its exception, and take part in the agreement.
 
         Args:
-            call: Name for messages, such as `a training call`.
+            call: Name for messages, such as `optimizer_step()`.
             only: Returns False for exceptions that the ranks exchange by themselves.
 
         Raises:
@@ -283,8 +309,12 @@ class RankFailures:
         """
         self.check()
         begin = take_event_number()
-        self._num_calls += 1
-        self._position, self._may_have_messages = "", False
+        self._num_calls[-1] += 1
+        self._num_calls.append(0)
+        depth = len(self._num_calls)
+        # The call may be inside another one, such as in a loss. Messages between stages may be
+        # under way then, so only `track_messages` changes that flag.
+        outer_position, self._position = self._position, ""
         try:
             yield
             # An aborted collective returns without a result and without an error. The watching
@@ -301,8 +331,9 @@ class RankFailures:
                 self.handle(error, where=call + self._position, begin=begin)
             raise
         finally:
-            # The call may be inside another one, such as a stream of weights.
-            self._position = ""
+            self._position = outer_position
+            # Streams may end in another order than they began.
+            del self._num_calls[depth - 1 :]
 
     def report_abandoned(self, call: str) -> None:
         """Report that this rank does not read a collective stream to its end.
@@ -318,9 +349,10 @@ class RankFailures:
 
     @contextmanager
     def report_interrupt(self, call: str) -> Iterator[None]:
-        """Enclose a call without collectives, such as a wait for a thread: report only interrupts.
+        """Enclose a wait for a background save: report only interrupts.
 
-        The call is also allowed in a broken group.
+        The ranks exchange its CheckpointErrors themselves, so calls around this one do not report
+        them either. The wait is also allowed in a broken group.
         """
         begin = take_event_number()
         try:
@@ -328,6 +360,8 @@ class RankFailures:
         except BaseException as error:
             if not isinstance(error, Exception):
                 self.handle(error, where=call, begin=begin)
+            elif isinstance(error, CheckpointError):
+                setattr(error, _REPORTED_AT, take_event_number())
             raise
 
     @contextmanager
@@ -346,65 +380,90 @@ class RankFailures:
         """
         with self.report_failure(call, only=ends_at_once):
             self._num_parts += 1
-            prefix, has_ended = f"{self._prefix}/part/{self._num_parts}", threading.Event()
-            watcher = threading.Thread(target=self._watch_part, args=(prefix, has_ended))
-            watcher.start()
+            part, has_ended = _Part(number=self._num_parts), threading.Event()
+            watcher = threading.Thread(
+                target=self._watch_part, args=(part, has_ended), name="part-failures", daemon=True
+            )
             try:
+                watcher.start()
                 yield
             except BaseException as error:
                 if not ends_at_once(error):
-                    self._end_part(prefix, error, where=call, timeout_s=timeout_s)
+                    self._end_part(part, error, where=call, timeout_s=timeout_s)
                 raise
             else:
-                self._publish_end(prefix, failure=None)
+                try:
+                    self._publish_end(part, failure=None)
+                except dist.DistError as error:
+                    # The files are complete. Later calls report the lost store.
+                    _LOG.warning("%s has ended, but %s", call, self._describe_lost_store(error))
             finally:
                 has_ended.set()
-                watcher.join()
+                if watcher.is_alive():
+                    watcher.join()
 
-    def _publish_end(self, prefix: str, *, failure: str | None) -> None:
-        end = {"num_collectives": count_collectives(), "failure": failure}
-        self._store.set(f"{prefix}/end/{self._rank}", json.dumps(end))
+    def _part_keys(self, number: int) -> list[str]:
+        return [f"{self._prefix}/part/{number}/end/{rank}" for rank in range(self._world_size)]
 
-    def _read_ends(self, prefix: str) -> list[dict[str, Any]]:
-        keys = [f"{prefix}/end/{rank}" for rank in range(self._world_size)]
+    def _failed_key(self, number: int) -> str:
+        return f"{self._prefix}/part/{number}/failed"
+
+    def _publish_end(self, part: "_Part", *, failure: str | None) -> None:
+        end = {"num_collectives": part.count_collectives(), "failure": failure}
+        self._store.set(self._part_keys(part.number)[self._rank], json.dumps(end))
+        # A failed rank may still read the ends of the previous part.
+        if part.number > 2:
+            self._store.delete_key(self._part_keys(part.number - 2)[self._rank])
+            self._store.delete_key(self._failed_key(part.number - 2))
+
+    def _read_ends(self, part: "_Part") -> list[dict[str, Any]]:
+        keys = self._part_keys(part.number)
         return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
 
-    def _end_part(self, prefix: str, error: BaseException, *, where: str, timeout_s: float) -> None:
+    def _end_part(
+        self, part: "_Part", error: BaseException, *, where: str, timeout_s: float
+    ) -> None:
         """Publish the error, and wait until the other ranks have ended the call or left the group.
 
         They may write for minutes, so this is no sign of a failure.
         """
-        report = self._make_report(error, where=where)
-        self._publish_end(prefix, failure=str(report))
-        self._store.set(f"{prefix}/failed", "")
-        keys = [f"{prefix}/end/{rank}" for rank in range(self._world_size)]
+        report = str(self._make_report(error, where=where))
+        own = part.count_collectives()
+        keys = self._part_keys(part.number)
         deadline = time.monotonic() + timeout_s
-        while not self._store.check(keys) and time.monotonic() < deadline:
-            if self._learn_of_declaration():
-                break
-            time.sleep(_POLL_S)
-        # Some collectives, such as a broadcast, end on a rank without the others.
-        own = report.num_collectives
-        if any(_is_ahead(end["num_collectives"], own) for end in self._read_ends(prefix)):
-            self._leave_broken_group(self._declare(str(report)))
+        try:
+            self._publish_end(part, failure=report)
+            self._store.set(self._failed_key(part.number), "")
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                if self._learn_of_declaration():
+                    break
+                time.sleep(_POLL_S)
+            # Some collectives, such as a broadcast, end on a rank without the others.
+            if any(_is_ahead(end["num_collectives"], own) for end in self._read_ends(part)):
+                self._leave_broken_group(self._declare(report))
+        except dist.DistError as store_error:
+            # Another rank may wait for this one, and can't learn that it has failed.
+            self._leave_broken_group(self._describe_lost_store(store_error))
         if self._group.broken is not None:
             error.add_note(self._group.broken)
 
-    def _watch_part(self, prefix: str, has_ended: threading.Event) -> None:
+    def _watch_part(self, part: "_Part", has_ended: threading.Event) -> None:
         """Break the group if this rank waits in a collective before which another one has failed.
 
         Runs on a thread during the call.
         """
         while not has_ended.wait(WATCH_INTERVAL_S) and self._group.broken is None:
             try:
-                if not self._store.check([f"{prefix}/failed"]):
+                if not self._store.check([self._failed_key(part.number)]):
                     continue
-                own = count_collectives()
-                for end in self._read_ends(prefix):
+                own = part.count_collectives()
+                for end in self._read_ends(part):
                     if end["failure"] and _is_ahead(own, end["num_collectives"]):
                         self._leave_broken_group(self._declare(end["failure"]))
             except dist.DistError as error:
-                self._leave_broken_group(self._describe_lost_store(error))
+                # A rank that fails without the store closes its connections, so no rank waits.
+                _LOG.warning("%s", self._describe_lost_store(error))
+                return
 
     def handle(self, error: BaseException, *, where: str, begin: int | None = None) -> None:
         """Find out whether the error breaks the group, and leave the group if so.
@@ -452,7 +511,8 @@ class RankFailures:
     def _make_report(self, error: BaseException, *, where: str) -> FailureReport:
         return FailureReport(
             rank=self._rank,
-            call_number=self._num_calls,
+            # The last number counts the calls in this one.
+            call_numbers=self._num_calls[:-1] or self._num_calls[:],
             where=where,
             message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
             num_collectives=count_collectives(),
@@ -501,7 +561,7 @@ class RankFailures:
         for report in reports:
             for name, count in report.num_collectives.items():
                 counts[name].add(count)
-        return len({report.call_number for report in reports}) == 1 and all(
+        return len({tuple(report.call_numbers) for report in reports}) == 1 and all(
             # A group's number is reported only by its own ranks.
             len(group_counts) == 1
             for group_counts in counts.values()
