@@ -74,12 +74,12 @@ class FileNames:
         """Check that the names of all tensors in files are known.
 
         Raises:
-            CapabilityError: If transformers converts one in a way that this class cannot follow.
+            CapabilityError: If transformers saves one in parts that `FilePart` cannot describe.
         """
         if self._unknown:
             raise CapabilityError(
                 f"transformers saves {self._unknown[0]} of this {self._model_type} model neither "
-                "whole nor as experts and rows, so its weights cannot be exported or loaded: "
+                "whole nor split by experts and rows, so its weights cannot be exported or loaded: "
                 "choose a model whose files have one tensor per matrix, such as qwen3_moe."
             )
 

@@ -176,7 +176,7 @@ def test_empty_data_set_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", get_args(PreferenceKind))
 def test_generated_problems_are_no_preferences(kind: PreferenceKind) -> None:
-    with pytest.raises(ConfigError, match="arithmetic has one answer to each prompt"):
+    with pytest.raises(ConfigError, match="arithmetic yields one answer per prompt"):
         load_preferences(ArithmeticSource(max_rows=1), kind=kind)
 
 

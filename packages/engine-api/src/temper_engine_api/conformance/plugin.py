@@ -314,7 +314,7 @@ def _may_have_experts(layout: Layout) -> bool:
 
 
 def _has_applicable_family(test: pytest.Function) -> bool:
-    """Return False for the placeholder, and for families without experts in layouts with some."""
+    """Return False for NO_FAMILY, and for dense families in layouts that need experts."""
     family = test.callspec.params.get("family")
     if family is None:
         return True

@@ -178,8 +178,8 @@ def take_shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """
     if mesh.ndim > 1:
         raise ConfigError(
-            "expert_parallel is on, but fsdp_size replicates the parameters, and gradients of "
-            "divided experts are not summed over copies: leave fsdp_size at null."
+            "expert_parallel is on and fsdp_size is less than the number of ranks, but the "
+            "gradients of experts are not summed over replicas: set fsdp_size to null."
         )
     return mesh
 

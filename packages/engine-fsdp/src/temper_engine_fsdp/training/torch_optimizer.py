@@ -184,7 +184,7 @@ class TorchOptimizer(ShardedOptimizer):
 
         An update with gradients of zero creates the state; the weights are restored after it.
         """
-        # A checkpoint from before the first update: torch creates the state in the first step.
+        # A checkpoint before the first update has no state, because torch creates it in that step.
         if not any(name.startswith(f"{STATE_PREFIX}.") for name in names):
             self._optimizer.state.clear()
             return

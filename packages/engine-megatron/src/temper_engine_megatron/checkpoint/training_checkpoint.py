@@ -64,8 +64,8 @@ def _collect_small_files(components: EngineComponents) -> _SmallFiles:
 
 
 def _write(state: Iterable[FileTensors], small_files: _SmallFiles, *, directory: str) -> list[str]:
-    # Write the state first. Iterating over a live state is collective, so no rank may fail before
-    # it.
+    # Write the state first. Iterating over a live state is collective: if a rank failed before it,
+    # the others would wait for that rank.
     rank = small_files.rank
     files = checkpoint_files.write_state_files(state, directory=directory, rank=rank)
     files.append(
@@ -83,7 +83,7 @@ def _write(state: Iterable[FileTensors], small_files: _SmallFiles, *, directory:
 def _iterate_state(components: EngineComponents) -> Iterator[FileTensors]:
     """Yield copies of the training state that this rank saves. Collective.
 
-    Includes the base weights of an adapter if they differ from the model's files.
+    With an adapter, includes the frozen base weights if they differ from the model's files.
     """
     if components.optimizer is None:
         trainable = map(
@@ -132,7 +132,7 @@ def load_training_state(components: EngineComponents, *, directory: str) -> None
                 saved, base.local_names(), file_names=file_names
             ).iterate_weights()
         )
-    # Checkpoints of FSDPEngine have the names in memory.
+    # FSDPEngine saves buffers by their names in memory, which are mapped to names in files.
     buffer_names = {
         file_name: name
         for name in saved.buffers

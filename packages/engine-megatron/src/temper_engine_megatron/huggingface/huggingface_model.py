@@ -79,7 +79,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
 
 
 def check_has_head(spec: ModelSpec, hf_config: PretrainedConfig) -> None:
-    """Check that transformers has a class with the head of a value or reward model.
+    """Check that transformers has a token classifier for a value or reward model.
 
     Raises:
         CapabilityError: If it has none.

@@ -36,7 +36,7 @@ class NarrowGroupedExperts(GroupedExperts):
 
 
 def add_projections(mixture: Any, transformer_config: Any) -> None:
-    """Add the projections to a Megatron layer of experts, around its dispatcher of tokens."""
+    """Project tokens to `expert_width` before a Megatron MoE layer sends them, and back after."""
     hidden, width = transformer_config.hidden_size, transformer_config.expert_width
     dtype = transformer_config.params_dtype
     mixture.fc1_latent_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)

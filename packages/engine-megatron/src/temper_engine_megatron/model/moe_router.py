@@ -104,17 +104,18 @@ class SequenceLossRouter(TopKRouter):
         """Add the gradient of the load-balancing loss to the gate weights.
 
         Replaces Megatron's method, which balances a micro-batch's tokens, weights the loss by token
-        counts and logs to a process-wide tracker. Collective over the ranks with other tokens of
-        the micro-batch.
+        counts and logs to a process-wide tracker. Collective over the ranks that have the other
+        tokens of the micro-batch.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if not coefficient:
             return probs
         tokens = self._get_tokens()
         index = self._flatten(tokens.sequence_index)
-        # Megatron's map ignores prescribed experts, groups of experts and the router's biases.
+        # Not `routing_map`: for this loss, Megatron computes it without routing replay, groups of
+        # experts and the router's biases.
         experts = self.router_replay.experts
-        assert experts is not None, "the choice has been made"
+        assert experts is not None, "`routing` chooses them, and then calls this method"
         hits = torch.zeros_like(routing_map, dtype=torch.float32).scatter_(1, experts, 1.0)
         counts = hits.new_zeros(len(tokens.lengths), hits.shape[1]).index_add(0, index, hits)
         # A sequence may be divided over these ranks.

@@ -308,7 +308,7 @@ def _expert_fields(
 
 
 def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -> dict[str, object]:
-    """Return the fields of routers with biases that choose experts, as in DeepSeek-V3.
+    """Return the fields of a router that adds a bias to choose experts, as in DeepSeek-V3.
 
     Raises:
         CapabilityError: If Megatron chooses experts in another way.
@@ -320,7 +320,8 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
         raise CapabilityError(
             f"the model chooses {transformer_config.moe_router_topk} experts in {num_chosen} of "
             f"{num_groups} groups. transformers ranks groups by their two best experts, Megatron "
-            "by as many as it takes from each group, so the two must be equal: use the FSDP engine."
+            f"by {transformer_config.moe_router_topk // num_chosen}, so they would choose other "
+            "groups: use the FSDP engine."
         )
     if not hf_fields.get("norm_topk_prob", True):
         raise CapabilityError(

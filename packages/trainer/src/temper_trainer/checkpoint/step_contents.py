@@ -116,7 +116,7 @@ def check_step(directory: Path, *, step: int) -> None:
 
 
 def check_trainer_state(directory: Path) -> None:
-    """Compare the content of the trainer's part with the manifest; it has about 1 kB.
+    """Compare the checksum of the trainer's state, a file of about 1 kB, with the manifest.
 
     Raises:
         DamagedCheckpointError: If the content has changed or cannot be read.

@@ -95,16 +95,17 @@ class RewardConfig:
     their weighted sum.
     """
     functions: Mapping[str, RewardFunctionConfig] = field(default_factory=dict)
-    """Functions with their own arguments, by a name for reward.function, reward.components,
-    reward.sums and the data sources.
+    """Functions with their own arguments. reward.function, reward.components, reward.sums and the
+    data sources select one by its name here.
     """
     judges: Mapping[str, JudgeConfig] = field(default_factory=dict)
-    """Language models that score completions, by such a name."""
+    """Language models that score completions, selected by name like reward.functions."""
     sums: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Weighted sums like reward.components, by a name for the data sources."""
+    """Weighted sums of rewards, as in reward.components. A data source selects one by its name."""
     model: RoleConfig | None = None
-    """Frozen model with a score head, such as task rm trains; used if a reward is named
-    ``reward_model``. Its model_type must be reward_model; no optimizer is built.
+    """Frozen model with a score head, for example one that a run with ``task=rm`` has trained. It
+    is used if a reward is named ``reward_model``. Its model_type must be reward_model; no optimizer
+    is built.
     """
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
     timeout_s: PositiveFloat = 10.0
@@ -115,12 +116,13 @@ class RewardConfig:
     blocks the run.
     """
     num_threads: PositiveInt | None = None
-    """Calls of a function at the same time with num_workers 0. None: up to 8 while calls mostly
-    wait, such as for a web service, and return within a third of timeout_s; otherwise one. Set it
-    to 1 if the function must not run in two threads at once.
+    """Number of threads that call a function at the same time if num_workers is 0. None uses up to
+    8 for a function that mostly waits, for example for a web service, and that returns within a
+    third of timeout_s; any other function gets one thread. Set it to 1 if the function must not run
+    in two threads at once.
     """
     max_retries: NonNegativeInt = 0
-    """Call a function that raises or takes longer than timeout_s again, up to this often."""
+    """Number of times that a call is repeated if it raises or takes longer than timeout_s."""
     max_failure_fraction: UnitFloat = 0.1
     """Stop the run if more than this fraction of a step's rewards failed (raised, timed out, not
     finite), in [0, 1]. Otherwise the failed ones are dropped.
@@ -146,7 +148,9 @@ class RewardConfig:
         return [*self.functions, *self.judges, *self.sums]
 
     def get_parts(self, name: str = "") -> Mapping[str, float]:
-        """Return the weights of a reward's parts by name; a reward without parts is its only one.
+        """Return the weights of a reward's parts by name.
+
+        A reward that is not a sum has one part, itself, with weight 1.
 
         Args:
             name: Name of a reward; empty for that of reward.function or reward.components.
@@ -231,7 +235,7 @@ def find_reward_conflicts(
     kinds = {"functions": reward.functions, "judges": reward.judges, "sums": reward.sums}
     for kind, names in kinds.items():
         for name in names:
-            # A part of an unused sum is used once the sum is.
+            # Parts of an unused sum are not reported: whoever uses the sum uses them, too.
             if name not in used and not any(name in parts for parts in reward.sums.values()):
                 yield (
                     f"reward.{kind}.{name} is set, but no reward or data source names {name}: "

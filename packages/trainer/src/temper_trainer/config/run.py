@@ -271,7 +271,7 @@ def find_model_conflicts(
 def find_layout_conflicts(
     key: str, engine: EngineConfig, *, num_workers: int, is_ray: bool
 ) -> Iterator[str]:
-    """Yield why a model cannot run in its number of processes."""
+    """Yield conflicts of a model's num_workers with the runtime and with its parallel layout."""
     if num_workers > 1 and not is_ray:
         yield (
             f"{key}.num_workers is {num_workers}, but runtime.kind is inline, which runs one "

@@ -209,12 +209,12 @@ def collect_defaults(
 ) -> dict[str, Plain]:
     """Return defaults as plain values; keys without a default are absent.
 
-    An optional block is filled only if ``given`` sets a key in it, and a variant's block has the
-    defaults of the variant that ``given`` names.
+    An optional block gets its defaults only if ``given`` sets a key in it. A block with variants
+    has the defaults of the variant that ``given`` names.
 
     Args:
         cls: The dataclass.
-        engine_class: Class of the fields with the type EngineConfig.
+        engine_class: Dataclass that replaces EngineConfig, the declared type of engine fields.
         given: Values that are set.
         instance: Object of the class whose values are the defaults; None uses the class's own.
     """

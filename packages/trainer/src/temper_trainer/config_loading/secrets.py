@@ -22,7 +22,8 @@ _SECRET_WORD = re.compile(
     r"|^(auth|authorization|bearer|cookies?|dsn|(user|db)?pass|pat|pwd|webhook)$"
     r"|^api_?(keys|tokens)$"
 )
-"""A word of a key whose value is a secret, besides `key` and `token`, also in `mypassword`."""
+"""Words that make a key's value a secret, in addition to `key` and `token`. Those of the first line
+also count at the end of a word, as in `mypassword`."""
 _KEY_OR_TOKEN = re.compile(r"^(.*)(key|token)$")
 _HARMLESS_OWNERS = re.compile(
     r"answer|begin|bos|category|chosen|cls|column|completion|difficulty|end|eos|extra|first|group|image"
@@ -30,15 +31,16 @@ _HARMLESS_OWNERS = re.compile(
     r"|reward|route|weight"
     r"|score|sep|solution|sort|start|stop|target|task|text|think|unk"
 )
-"""Words before `key` and `token` for a column of the data, a special token or a count."""
+"""Words before `key` and `token` that make the value no secret: they name a column of the data, a
+special token or a count."""
 _HARMLESS_NEXT = re.compile(
     r"budget|cost|count|dim|file|ids|length|level|limit|name|path|penalty|type|variable|weight"
 )
 """Words after `key`, `token` and the like that make the value no secret."""
 _OWNERS_OF_MANY = ("access", "api", "auth", "bearer", "refresh", "secret")
-"""Words before `keys` and `tokens` that make a secret: `stop_tokens` are none."""
+"""Words before `keys` and `tokens` that make the value a secret. `stop_tokens` is not secret."""
 _OPEN_BLOCKS = re.compile(r"(^|\.)(arguments|engine_kwargs)\.")
-"""Blocks whose keys users choose; no other key takes a secret."""
+"""Blocks in which users choose the keys. A key outside them cannot hold a secret."""
 
 _VARIABLE = "${oc.env:"
 _VARIABLE_NAME = re.compile(r"oc\.env:\s*['\"]?([A-Za-z_][A-Za-z0-9_]*)")
@@ -50,7 +52,8 @@ _HARMLESS_LITERAL = re.compile(
     r"|https?://[^\s@]*|@\S*)?[\s:=,;'\"]*",
     re.IGNORECASE,
 )
-"""Text that may stand next to a reference or be its default, in a value that is a secret."""
+"""Literal text that is allowed in a secret value: next to a reference to a variable, or as the
+default of the reference."""
 _KEY_IN_TEXT = re.compile(r"([\w.-]+)['\"]?\s*[:=]")
 """A key inside the text of a mapping, such as `api_key` in `{api_key: ...}`."""
 _PASSWORD_IN_URL = re.compile(r"://(?!\$\{[^{}]*\}@)[^/\s:@]*:[^/\s@]+@")
@@ -69,7 +72,7 @@ _HOOK_URL = re.compile(
     r"|://\S*/(web)?hooks?[\w.-]*/(\S*/)?(?=[\w-]*[0-9])[\w-]{16,}",
     re.IGNORECASE,
 )
-"""URLs to which whoever knows them may post."""
+"""URLs of webhooks: anyone who knows one can post to it."""
 _HEADER = re.compile(
     r"\b(proxy-)?authorization['\"]?\s*[:=]\s*['\"]?(?!((bearer|basic|digest|token)\s+)?\$\{)\S"
     r"|\b(x-)?(api-key|auth-token)['\"]?\s*:\s*['\"]?(?!\$\{)\S"
@@ -135,12 +138,12 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
     """Raise if a secret is given as literal text; the message does not repeat it.
 
     Args:
-        composed: The configuration with its interpolations.
+        composed: The configuration before its interpolations are resolved.
 
     Raises:
-        ConfigError: If the value of a key such as `api_key` is literal text or partly so, a value
-            looks like a token, contains the value of a secret environment variable, or is a URL
-            with a password or a token.
+        ConfigError: If a key such as `api_key` has literal text in its value; or if any value looks
+            like a token, contains the value of a secret environment variable, or is a URL with a
+            password or a token.
     """
     variables = list_secret_variables()
     for key, value in flatten(dict(composed)).items():
@@ -236,8 +239,9 @@ def find_secret_values(
     """Yield the values of all secrets in a configuration.
 
     Args:
-        resolved: Values.
-        written: The same, with the interpolations of `restore_secret_references`.
+        resolved: The configuration with the values of its secrets.
+        written: The configuration as `restore_secret_references` returns it, in which an
+            interpolation replaces each secret.
     """
     shown = flatten(dict(written))
     for key, value in flatten(dict(resolved)).items():

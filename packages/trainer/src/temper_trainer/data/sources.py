@@ -108,11 +108,12 @@ def load_preferences(source: DataSource, *, kind: PreferenceKind) -> list[Prefer
 
     Raises:
         DataError: If a record lacks a field, a completion is empty, or all labels are equal.
-        ConfigError: If the source generates its rows, because these are not preferences.
+        ConfigError: If the source generates its rows: these have answers, but no preferences.
     """
     if not isinstance(source, RecordSource):
         raise ConfigError(
-            f"a source {source.name} has one answer to each prompt, and no preferences: use files."
+            f"the generator {source.name} yields one answer per prompt, but no preferences: use "
+            "files."
         )
     rows = list(iterate_preferences(source, kind=kind))
     if problem := describe_missing_label(rows, config=source):

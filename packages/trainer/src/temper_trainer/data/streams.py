@@ -414,7 +414,7 @@ class PromptFeed:
         return taken
 
     def list_ahead(self, mark: FeedMark, *, trained: Iterable[int]) -> tuple[int, ...]:
-        """Return which prompts after a mark need not be trained, counted from the mark.
+        """Return the offsets from a mark of the later prompts that are already trained.
 
         Args:
             mark: Place from which a resumed run would continue.

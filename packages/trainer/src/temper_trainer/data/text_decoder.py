@@ -66,8 +66,8 @@ class TextDecoder:
 class _ByteTable:
     """The bytes of all tokens in one array.
 
-    Objects for 150,000 tokens are spread over several megabytes, which the caches of a busy core do
-    not hold.
+    A bytes object for each of 150,000 tokens would be slower: they are spread over several
+    megabytes, which do not fit in the caches of a core that other programs use, too.
     """
 
     def __init__(self, token_bytes: Sequence[bytes]) -> None:

@@ -59,7 +59,7 @@ def run_supervised(
         tokenizer: Saved with the model.
         digest: Digest of the configuration, recorded in checkpoints.
         stop: The process's stop request.
-        boundary: Bookkeeping between steps.
+        boundary: Checks the lock and decides on saves between steps.
         runtime: Starts the workers.
 
     Returns:
@@ -135,8 +135,8 @@ def _run_steps(
             pass
 
     with (
-        # Outermost, so that a signal interrupts neither an update nor the wait for a background
-        # save when the body ends.
+        # The first context, so that signals are deferred not only during updates, but also while
+        # the exit of a later context waits for a background save.
         stop.defer(),
         # Within the groups: a save in the background must end before the workers that write it are
         # closed.

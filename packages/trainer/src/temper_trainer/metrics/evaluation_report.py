@@ -139,7 +139,7 @@ def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
 
 
 def _list_shown(evaluations: Sequence[EvaluationRow]) -> list[str]:
-    """Return the metrics to plot: the main one, and of all completions pass@k and maj@k."""
+    """Return the metrics to plot: the main one, and pass@k and maj@k with the largest k."""
     largest: dict[str, int] = {}
     for each in evaluations:
         for name in each.values:

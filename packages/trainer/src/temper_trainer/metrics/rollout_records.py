@@ -40,11 +40,11 @@ def pick_rollouts(rollouts: Sequence[Rollout], *, count: int) -> list[Rollout]:
 def to_rollout_row(rollout: Rollout, *, step: int, decode: Decode) -> dict[str, object]:
     """Return a rollout as a line for the file.
 
-    ``histories`` has one list of segments, and another one for each agent branch. A segment has
-    token ids and texts. The segment of a completion also has the log-prob of each token, the weight
-    version (one per token if they differ), and the environment's reward.
+    ``histories`` has a list of segments for the main history, and one for each agent branch. A
+    segment has token ids and texts. The segment of a completion also has the log-prob of each
+    token, the weight version (one per token if they differ), and the environment's reward.
 
-    Tokens of which the text has a secret are left out.
+    Tokens are left out if their text contains a secret.
 
     Args:
         rollout: A trained rollout.

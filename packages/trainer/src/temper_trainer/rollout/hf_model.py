@@ -42,7 +42,7 @@ _UNSUPPORTED_TYPES = frozenset(("chunked_attention",))
 
 
 def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build a causal language model in eval mode whose attention uses the slots of `kv_cache`.
+    """Build a causal language model in eval mode, with the attention that `kv_cache` defines.
 
     Raises:
         ConfigError: If model.path cannot be loaded, or transformers does not know
@@ -96,8 +96,8 @@ def _copy_out_of_file(model: PreTrainedModel) -> None:
     """Copy every tensor into separate, aligned memory.
 
     transformers maps weights from their file, so they would change with the file. Mapped tensors
-    can also start at any offset, and matrix libraries repeat their sums bit for bit only for
-    aligned memory.
+    can also start at any offset, but matrix products are the same bit for bit in every run only if
+    memory is aligned.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.clone()

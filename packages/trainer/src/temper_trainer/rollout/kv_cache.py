@@ -41,7 +41,7 @@ class ScoreRule:
 
     @property
     def is_fused(self) -> bool:
-        """True if torch's fused attention can compute it."""
+        """True if torch's fused attention can apply the rule."""
         return self.softcap is None and self.sinks is None
 
     def is_hidden(self, distance: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class CausalAttention:
         if not rule.is_fused:
             return self._attend_in_blocks(query, key, value, rule=rule)
         if rule.window is None or length <= rule.window:
-            # Fused kernels support is_causal, but an explicit mask only with slower ones.
+            # Not attn_mask: the fastest fused kernels support only is_causal.
             return functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=rule.scale, enable_gqa=True
             )

@@ -246,7 +246,7 @@ def apply_delta(
 
 
 def apply_tensor_delta(target: Tensor, delta: TensorDelta) -> None:
-    """Write the delta of one tensor into it, cast to its dtype."""
+    """Apply a delta to a tensor in place; cast the new values to the tensor's dtype."""
     if delta.indices is None:
         target.copy_(delta.values)
         return
@@ -254,7 +254,7 @@ def apply_tensor_delta(target: Tensor, delta: TensorDelta) -> None:
     values = delta.values.to(device=target.device, dtype=target.dtype)
     _view_bits(flat)[delta.indices.to(target.device).long()] = _view_bits(values)
     if not target.is_contiguous():
-        target.copy_(flat.view(target.shape))  # reshape has copied
+        target.copy_(flat.view(target.shape))  # `flat` is a copy of it
 
 
 def compute_tensors_digest(tensors: Sequence[Tensor]) -> int:

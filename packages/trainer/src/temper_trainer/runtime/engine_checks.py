@@ -44,7 +44,7 @@ def find_engine_problems(
             engine_class = load_engine_class(model_engine)
             # `init_model` begins with this check, too.
             engine_class(engine).require(*find_required_capabilities(engine))
-            # A new LoRA adapter draws its weights.
+            # A new LoRA adapter is initialized with random numbers.
             with torch.random.fork_rng(devices=[]):
                 engine_class.check_model(engine)
         except EngineNotFoundError as error:

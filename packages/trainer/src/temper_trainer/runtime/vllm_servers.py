@@ -34,9 +34,11 @@ class ServerPlan:
     """Path on the server's host."""
     start_timeout_s: float
     stall_timeout_s: float
-    """Longest time without any message."""
+    """Longest time without a token or a heartbeat while requests are open."""
     load_timeout_s: float
-    """Longest time in a call without new tokens."""
+    """Longest time without new tokens while the server's heartbeat continues, as it does while it
+    loads weights.
+    """
 
     def create_process(self) -> ServerProcess:
         """Create the server on this host, not started yet."""
@@ -80,7 +82,8 @@ def connect_sampler(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBase
     configured = [normalize_address(each) for each in vllm.servers]
 
     def read_current() -> Sequence[str]:
-        # Unlike at the start, a wrong line must not end the run: others are connected.
+        # Not `read_addresses`: after the start, an invalid line in the file must not end the run,
+        # because other servers are connected.
         if vllm.servers_file is None:
             return configured
         return parse_addresses(Path(vllm.servers_file).read_text(encoding="utf-8"))

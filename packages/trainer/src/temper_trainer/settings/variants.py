@@ -28,11 +28,11 @@ Scalar = str | int | float | bool | None
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(cls: ClassT) -> ClassT:
-    """Make a class a frozen dataclass with keyword arguments, whose ranges are checked."""
+    """Make a class a frozen dataclass with keyword arguments that checks its fields' ranges."""
     own_check = cls.__dict__.get("__post_init__")
 
     def __post_init__(self: Any) -> None:
-        # `check_ranges` reads type(self), so a derived class may inherit this method.
+        # A derived class can inherit this method: check_ranges uses the fields of type(self).
         check_ranges(self)
         if own_check is not None:
             own_check(self)
@@ -54,7 +54,7 @@ class Variant:
     name: ClassVar[str]
     """Name of an alternative in the configuration, from its decorator, or else its import path."""
     default_name: ClassVar[str | None] = None
-    """Name of the alternative that a block without a name is; None if a block must have one."""
+    """Name of the alternative for a block without the key `name`; None if the key is required."""
     _registry: ClassVar[dict[str, type["Variant"]]]
 
     def __init_subclass__(cls) -> None:
@@ -68,7 +68,7 @@ class Variant:
 def variant(name: str) -> Callable[[type[VariantT]], type[VariantT]]:
     """Make a class an alternative of the union it derives from, as a decorator.
 
-    The class becomes a frozen dataclass with keyword arguments, whose ranges are checked.
+    The class becomes a frozen dataclass with keyword arguments that checks its fields' ranges.
 
     Raises:
         ConfigError: If another class of the union has that name.
@@ -95,7 +95,7 @@ def list_variants(union: type[VariantT]) -> Mapping[str, type[VariantT]]:
 
 @settings
 class Custom:
-    """One of your own, given by its import path."""
+    """A class that is defined outside this package, given by its import path."""
 
     name: str
     """Import path ``package.module:Name``."""

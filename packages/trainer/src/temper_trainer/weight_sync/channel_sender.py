@@ -69,8 +69,8 @@ def open_store(
         # Each rank sends only to workers on its own GPU, which are on its host.
         address = LOOPBACK
     # StoreServer binds its port immediately, so that no other process can take it.
-    # Do not use the run's token, which also protects ranks and gateway. A server started by someone
-    # else would learn it, and so would anyone who reads the unencrypted connection.
+    # Do not use the run's token, which also protects ranks and gateway: the channel's token is sent
+    # to vLLM servers, which another user may have started, over an unencrypted connection.
     token = secrets.token_hex(32)
     server = StoreServer(address, token=token)
     get_sender_state(worker).stores[f"{address}:{server.port}"] = server
@@ -211,13 +211,13 @@ def send_delta(
 def _close_on_error(
     worker: WeightSender, spec: ChannelSpec, stream: Iterator[NamedWeight]
 ) -> Iterator[list[str]]:
-    """Close the channel if it fails in the body; yield a list that then has the reason."""
+    """Yield a list; if the channel fails in the body, close it and add the reason to the list."""
     problems: list[str] = []
     try:
         yield problems
     except ChannelError as error:
         problems.append(str(error))
-        # Members that wait for the rest would not notice that no more is sent.
+        # Receivers that wait for the other buckets would not notice that none follow.
         _close_channel(worker, spec)
         # Other ranks take part in gathering the remaining tensors; they would wait forever.
         for _ in stream:

@@ -2,9 +2,9 @@
 
 Sums are in float64. Groups are defined by ``group_ids``, never by position.
 
-The trained tokens of a sample need not be contiguous: tool calls are followed by observations. A
-reward that comes after an observation belongs to the decisions before it, so "next" always means
-the next trained token.
+The trained tokens of a sample need not be contiguous: tool calls are followed by observations.
+Sums skip the tokens of observations, so that a reward after an observation counts for the trained
+tokens before it. The "next" token is the next trained one.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def discount_by_turn(
 
     Args:
         advantages: [T].
-        turns_after: [T] float32: completions of the rollout after the token's own; 0 in the last
-            one.
+        turns_after: [T] float32: number of completions that follow the token's completion in the
+            rollout; 0 in the last one.
         discount: In [0, 1], or [T] of these. 0 credits only the last turn, 1 credits all turns
             equally.
 

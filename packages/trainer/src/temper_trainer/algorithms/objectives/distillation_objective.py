@@ -31,8 +31,9 @@ class DistillationObjective(Objective):
         loss = c * w * clamp(divergence)
 
     per trained token, with the teacher's weight w and the weight c of the rollout correction. The
-    divergence is computed for policy samples, so c corrects it for a sampler whose probabilities
-    differ from the trainer's, as in the policy loss; c is 0 at rejected tokens.
+    divergence assumes that the policy has drawn the tokens. If the sampler's probabilities differ
+    from the trainer's, c corrects for that, as in the policy loss. c is 0 at tokens that the
+    correction rejects.
     """
 
     loss: DistillationLoss = field(default_factory=ReverseKl)
@@ -100,7 +101,7 @@ def compute_teacher_reward(
         teacher_logprobs: [T].
         weights: [T] of the teachers.
         loss_mask: [T] bool.
-        objective: The distillation loss, whose divergence is the estimator k.
+        objective: The distillation loss; it computes the estimator k of the divergence.
         clamp: Bound on a token's reward before the weight is applied; None is off.
     """
     mask = loss_mask & (weights > 0)

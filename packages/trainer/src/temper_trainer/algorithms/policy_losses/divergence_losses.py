@@ -53,7 +53,7 @@ class Dppo(PolicyLoss):
     def compute_surrogate(
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
-        """Return -M * sg(min(rho, max_ratio)) * A * log p."""
+        """Return -M * sg(min(rho, max_ratio)) * A * log p; see the class for the symbols."""
         is_low, is_high = self._find_outside(log_ratio, logprobs=logprobs)
         is_masked = torch.where(advantages > 0, is_high, is_low & (advantages < 0))
         weight = log_ratio.detach().exp().clamp(max=self.max_ratio)

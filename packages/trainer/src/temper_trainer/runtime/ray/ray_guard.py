@@ -61,7 +61,7 @@ class RayGuard:
 
 
 def find_processes(token: str) -> list[int]:
-    """Return the ids of this user's processes that have a guard's token in their environment."""
+    """Return the ids of this user's processes whose environment has the token of a RayGuard."""
     processes, entry = [], f"{MARKER_VARIABLE}={token}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:

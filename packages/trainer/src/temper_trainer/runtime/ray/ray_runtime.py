@@ -333,8 +333,8 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     root = make_ray_root() if starts_here else None
     with ExitStack() as stack:
         if root is not None:
-            # Folders of dead processes are removed for each cluster, and not only at the start of a
-            # run, because a long-lived process may start several clusters.
+            # A long-lived process may start several clusters. So the folders of dead processes are
+            # removed before each of them, and not only at the start of a run.
             remove_claimed_folders(root)
             stack.enter_context(announce_session(root))
             _guards.append(stack.enter_context(RayGuard()))

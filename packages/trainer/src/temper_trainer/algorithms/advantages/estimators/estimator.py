@@ -62,7 +62,7 @@ class StepRewards:
 class AdvantageEstimator(Variant):
     """Turns the rewards of a step into advantages; its fields are its settings.
 
-    An alternative of ``algorithm.advantage`` is a class with the decorator ``variant(name)``.
+    The decorator ``variant(name)`` makes a subclass selectable as ``algorithm.advantage=name``.
     """
 
     __slots__ = ()
@@ -74,7 +74,7 @@ class AdvantageEstimator(Variant):
     """True if its advantages are whitened over the step."""
 
     is_per_token: ClassVar[bool] = False
-    """True if the tokens of a rollout may have different advantages, apart from the KL penalty."""
+    """True if the tokens of a rollout may differ in advantage even without a KL penalty."""
 
     @property
     def value_clip(self) -> float | None:
