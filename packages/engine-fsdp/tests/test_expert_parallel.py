@@ -14,7 +14,7 @@ from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
 from temper_engine_fsdp.runtime.process_group import join, leave
 from temper_engine_fsdp.sharding.expert_parallel import check_divisible_experts
-from temper_engine_fsdp.sharding.fsdp2 import take_shard_axis
+from temper_engine_fsdp.sharding.fsdp2 import require_single_axis
 
 SIZES: Mapping[str, Scalar] = {
     "vocab_size": 61,
@@ -73,7 +73,7 @@ def test_copies_of_shards_are_refused() -> None:
     try:
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards"))
         with pytest.raises(ConfigError, match=r"fsdp_size is less than .* set fsdp_size to null"):
-            take_shard_axis(mesh)
+            require_single_axis(mesh)
     finally:
         # The group must not stay for the next tests if this one fails.
         leave(membership)

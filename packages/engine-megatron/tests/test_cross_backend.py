@@ -139,7 +139,7 @@ def test_joined_experts_are_read_once_and_split_by_names_in_files():
                 ),
             },
             model_type="qwen3_moe",
-            unknown=(),
+            unsupported=(),
         ),
     )
     states = {state.name: state for state in saved.iterate_state()}

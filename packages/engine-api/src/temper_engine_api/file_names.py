@@ -53,14 +53,18 @@ class FileNames:
     """
 
     def __init__(
-        self, parts: Mapping[str, tuple[FilePart, ...]], *, model_type: str, unknown: Sequence[str]
+        self,
+        parts: Mapping[str, tuple[FilePart, ...]],
+        *,
+        model_type: str,
+        unsupported: Sequence[str],
     ) -> None:
         self._parts = parts
         self._owners = {
             part.name: (name, part) for name, own_parts in parts.items() for part in own_parts
         }
         self._model_type = model_type
-        self._unknown = unknown
+        self._unsupported = unsupported
 
     def find_owner(self, file_name: str) -> tuple[str, FilePart] | None:
         """Return the name of the tensor in memory that a tensor of a file is a part of.
@@ -76,11 +80,11 @@ class FileNames:
         Raises:
             CapabilityError: If transformers saves one in parts that `FilePart` cannot describe.
         """
-        if self._unknown:
+        if self._unsupported:
             raise CapabilityError(
-                f"transformers saves {self._unknown[0]} of this {self._model_type} model neither "
-                "whole nor split by experts and rows, so its weights cannot be exported or loaded: "
-                "choose a model whose files have one tensor per matrix, such as qwen3_moe."
+                f"transformers saves {self._unsupported[0]} of this {self._model_type} model "
+                "neither whole nor split by experts and rows, so its weights cannot be exported or "
+                "loaded: choose a model whose files have one tensor per matrix, such as qwen3_moe."
             )
 
     def split(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -124,26 +128,26 @@ def find_file_names(
     }
     names = list(probes)
     parts: dict[str, list[FilePart]] = {name: [] for name in names}
-    unknown = set()
+    unsupported = set()
     # Convert probes in place of weights. A value names the tensor and the position that it comes
     # from, so the result shows what transformers has split, joined or renamed.
     for file_name, values in revert(dict(probes)).items():
         owners = (values.flatten() // _PROBE_TENSOR).unique().tolist()
         part = _find_part(file_name, values, probes[names[owners[0]]]) if len(owners) == 1 else None
         if part is None:
-            unknown |= {names[owner] for owner in owners}
+            unsupported |= {names[owner] for owner in owners}
         else:
             parts[names[owners[0]]].append(part)
     # A part that is missing or doubled would lose or overwrite weights in an export.
-    unknown |= {name for name, known in parts.items() if not _is_complete(known, probes[name])}
+    unsupported |= {name for name, known in parts.items() if not _is_complete(known, probes[name])}
     return FileNames(
         {
             name: tuple(sorted(known, key=lambda part: (part.expert or 0, part.chunk)))
             for name, known in parts.items()
-            if name not in unknown
+            if name not in unsupported
         },
         model_type=model_type,
-        unknown=sorted(unknown),
+        unsupported=sorted(unsupported),
     )
 
 

@@ -45,7 +45,7 @@ def test_resumed_feeds_deliver_every_prompt_once(first: set[int], second: set[in
             ),
             feed.mark,
         )
-        cursor, ahead = oldest.cursor, feed.list_ahead(oldest, trained=now)
+        cursor, ahead = oldest.cursor, feed.list_trained_ahead(oldest, trained=now)
         num_trained = len(trained)
     feed = PromptFeed(
         InMemoryStream(PROMPTS, seed=3, shuffle=True, cursor=cursor),

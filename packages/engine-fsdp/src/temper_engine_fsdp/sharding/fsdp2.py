@@ -52,7 +52,7 @@ class FSDP2Module:
         )
         divider = (
             ExpertDivider(
-                model.hf, mesh=take_shard_axis(mesh), compute=torch_dtype(precision.compute)
+                model.hf, mesh=require_single_axis(mesh), compute=torch_dtype(precision.compute)
             )
             if config.expert_parallel and mesh.size() > 1
             else None
@@ -170,7 +170,7 @@ def _list_encoder_modules(hf: PreTrainedModel) -> set[nn.Module]:
     }
 
 
-def take_shard_axis(mesh: DeviceMesh) -> DeviceMesh:
+def require_single_axis(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh, which must have a single axis.
 
     Raises:

@@ -35,23 +35,23 @@ class NarrowGroupedExperts(GroupedExperts):
         super().__init__(num_local_experts, _narrow_experts(config), *args, **kwargs)
 
 
-def add_projections(mixture: Any, transformer_config: Any) -> None:
+def add_projections(moe_layer: Any, transformer_config: Any) -> None:
     """Project tokens to `expert_width` before a Megatron MoE layer sends them, and back after."""
     hidden, width = transformer_config.hidden_size, transformer_config.expert_width
     dtype = transformer_config.params_dtype
-    mixture.fc1_latent_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
-    mixture.fc2_latent_proj = nn.Linear(width, hidden, bias=False, dtype=dtype)
-    for layer in (mixture.fc1_latent_proj, mixture.fc2_latent_proj):
+    moe_layer.fc1_latent_proj = nn.Linear(hidden, width, bias=False, dtype=dtype)
+    moe_layer.fc2_latent_proj = nn.Linear(width, hidden, bias=False, dtype=dtype)
+    for layer in (moe_layer.fc1_latent_proj, moe_layer.fc2_latent_proj):
         # Each rank sees a part of the sequence; Megatron sums gradients of weights with this mark.
         layer.weight.sequence_parallel = transformer_config.sequence_parallel
-    dispatcher = mixture.token_dispatcher
+    dispatcher = moe_layer.token_dispatcher
     send, receive = dispatcher.dispatch_preprocess, dispatcher.combine_postprocess
 
     def narrow_and_send(hidden_states: Tensor, *args: Any) -> Any:
-        return send(mixture.fc1_latent_proj(hidden_states), *args)
+        return send(moe_layer.fc1_latent_proj(hidden_states), *args)
 
     def receive_and_widen(hidden_states: Tensor) -> Tensor:
-        widened: Tensor = mixture.fc2_latent_proj(receive(hidden_states))
+        widened: Tensor = moe_layer.fc2_latent_proj(receive(hidden_states))
         return widened
 
     dispatcher.dispatch_preprocess = narrow_and_send

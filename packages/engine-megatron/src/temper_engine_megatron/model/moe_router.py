@@ -116,8 +116,8 @@ class SequenceLossRouter(TopKRouter):
         # experts and the router's biases.
         experts = self.router_replay.experts
         assert experts is not None, "`routing` chooses them, and then calls this method"
-        hits = torch.zeros_like(routing_map, dtype=torch.float32).scatter_(1, experts, 1.0)
-        counts = hits.new_zeros(len(tokens.lengths), hits.shape[1]).index_add(0, index, hits)
+        chosen = torch.zeros_like(routing_map, dtype=torch.float32).scatter_(1, experts, 1.0)
+        counts = chosen.new_zeros(len(tokens.lengths), chosen.shape[1]).index_add(0, index, chosen)
         # A sequence may be divided over these ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         fractions = counts / (tokens.lengths * self.topk)[:, None]
@@ -125,8 +125,8 @@ class SequenceLossRouter(TopKRouter):
         assert self._logits is not None, "`routing` sets them, and calls this method"
         probabilities = self._logits.float().softmax(-1)
         per_token = (fractions[index] * probabilities).sum(-1)
-        loss = hits.shape[1] * (per_token * self._flatten(tokens.weights)).sum()
-        return self._attach(probs, loss, coefficient=coefficient, name=LOAD_BALANCING_LOSS)
+        loss = chosen.shape[1] * (per_token * self._flatten(tokens.weights)).sum()
+        return self._attach_loss(probs, loss, coefficient=coefficient, name=LOAD_BALANCING_LOSS)
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
         """Add the gradient of the z-loss to the router logits [T, E]."""
@@ -135,7 +135,7 @@ class SequenceLossRouter(TopKRouter):
             return logits
         weights = self._flatten(self._get_tokens().weights)
         loss = (logits.float().logsumexp(-1).square() * weights).sum()
-        return self._attach(logits, loss, coefficient=coefficient, name=Z_LOSS)
+        return self._attach_loss(logits, loss, coefficient=coefficient, name=Z_LOSS)
 
     def _get_tokens(self) -> RouterTokens:
         assert self.tokens is not None, "the layer sets the tokens before every forward pass"
@@ -148,7 +148,9 @@ class SequenceLossRouter(TopKRouter):
             column = column.chunk(tp.size(), dim=1)[tp.rank()]
         return column.transpose(0, 1).flatten(0, 1)
 
-    def _attach(self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str) -> Tensor:
+    def _attach_loss(
+        self, activation: Tensor, loss: Tensor, *, coefficient: float, name: str
+    ) -> Tensor:
         self.losses[name].append(loss.detach())
         # Returns the activation as it is; in the backward pass the loss gets gradient 1, or the
         # loss scale, without being part of the objective.

@@ -315,13 +315,13 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
     """
     if not transformer_config.moe_router_enable_expert_bias:
         return {}
-    num_groups, num_chosen = hf_fields.get("n_group") or 1, hf_fields.get("topk_group") or 1
-    if num_groups > 1 and transformer_config.moe_router_topk // num_chosen != 2:
+    num_groups, num_top_groups = hf_fields.get("n_group") or 1, hf_fields.get("topk_group") or 1
+    if num_groups > 1 and transformer_config.moe_router_topk // num_top_groups != 2:
         raise CapabilityError(
-            f"the model chooses {transformer_config.moe_router_topk} experts in {num_chosen} of "
-            f"{num_groups} groups. transformers ranks groups by their two best experts, Megatron "
-            f"by {transformer_config.moe_router_topk // num_chosen}, so they would choose other "
-            "groups: use the FSDP engine."
+            f"the model chooses {transformer_config.moe_router_topk} experts in "
+            f"{num_top_groups} of {num_groups} groups. transformers ranks groups by their two best "
+            f"experts, Megatron by {transformer_config.moe_router_topk // num_top_groups}, so they "
+            "would choose other groups: use the FSDP engine."
         )
     if not hf_fields.get("norm_topk_prob", True):
         raise CapabilityError(
@@ -332,7 +332,7 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
         "moe_router_score_function": "sigmoid",
         "moe_router_dtype": "fp32",
         "moe_router_num_groups": num_groups if num_groups > 1 else None,
-        "moe_router_group_topk": num_chosen if num_groups > 1 else None,
+        "moe_router_group_topk": num_top_groups if num_groups > 1 else None,
     }
 
 

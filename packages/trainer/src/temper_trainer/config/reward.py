@@ -211,26 +211,33 @@ def find_reward_conflicts(
         is_ray: True if runtime.kind is ray.
         generates_completions: True if the task scores completions.
     """
-    own = {f"{key}.reward": each.reward for key, each in sources.items() if each.reward is not None}
+    rewards_by_source = {
+        f"{key}.reward": each.reward for key, each in sources.items() if each.reward is not None
+    }
     has_reward_key = any(source.reward_key is not None for source in sources.values())
-    users: dict[str, Collection[str]] = {
+    rewards_by_setting: dict[str, Collection[str]] = {
         "reward.components" if reward.components else "reward.function": reward.get_parts(),
         **{f"reward.sums.{name}": parts for name, parts in reward.sums.items()},
-        **{key: (name,) for key, name in own.items()},
+        **{key: (name,) for key, name in rewards_by_source.items()},
     }
-    model_users = [key for key, parts in users.items() if REWARD_MODEL in parts]
+    settings_with_model = [
+        key for key, parts in rewards_by_setting.items() if REWARD_MODEL in parts
+    ]
     if reward.model is not None:
         yield from _find_reward_model_conflicts(
-            reward.model, is_used=has_reward_key or bool(model_users), loop=loop, is_ray=is_ray
+            reward.model,
+            is_used=has_reward_key or bool(settings_with_model),
+            loop=loop,
+            is_ray=is_ray,
         )
-    elif model_users and generates_completions:
+    elif settings_with_model and generates_completions:
         yield (
-            f"{model_users[0]} names {REWARD_MODEL}, but reward.model is not set: set "
+            f"{settings_with_model[0]} names {REWARD_MODEL}, but reward.model is not set: set "
             "reward.model.engine.model={path: ..., model_type: reward_model}."
         )
     if has_reward_key or not generates_completions:
         return
-    selected = ("", *own.values())
+    selected = ("", *rewards_by_source.values())
     used = {*selected, *(part for name in selected for part in reward.get_parts(name))}
     kinds = {"functions": reward.functions, "judges": reward.judges, "sums": reward.sums}
     for kind, names in kinds.items():

@@ -230,7 +230,7 @@ def collect_defaults(
                 for name, item in block.items()
                 if item is not None
             }
-        elif _find_block(entry, given=block) is not None and (
+        elif _find_block_class(entry, given=block) is not None and (
             isinstance(block, dict) or not entry.has_default
         ):
             defaults[entry.name] = _collect_block(entry, engine_class=engine_class, given=block)
@@ -243,7 +243,7 @@ def _collect_block(
     entry: Entry, *, engine_class: type[EngineConfig], given: Plain
 ) -> dict[str, Plain]:
     """Return a block's defaults; none for a variant whose name does not exist."""
-    cls = _find_block(entry, given=given)
+    cls = _find_block_class(entry, given=given)
     if cls is None:
         return {}
     return _get_name(entry, given=given) | collect_defaults(
@@ -254,7 +254,7 @@ def _collect_block(
     )
 
 
-def _find_block(entry: Entry, *, given: Plain) -> type | None:
+def _find_block_class(entry: Entry, *, given: Plain) -> type | None:
     """Return the dataclass of a field's keys; of a variant, that of the name in force."""
     if entry.choice is None:
         return entry.block

@@ -25,7 +25,7 @@ _SECRET_WORD = re.compile(
 """Words that make a key's value a secret, in addition to `key` and `token`. Those of the first line
 also count at the end of a word, as in `mypassword`."""
 _KEY_OR_TOKEN = re.compile(r"^(.*)(key|token)$")
-_HARMLESS_OWNERS = re.compile(
+_HARMLESS_PREFIXES = re.compile(
     r"answer|begin|bos|category|chosen|cls|column|completion|difficulty|end|eos|extra|first|group|image"
     r"|label|last|margin|mask|max|messages?|min|num|pad|prompt|question|reference|rejected|response"
     r"|reward|route|weight"
@@ -33,13 +33,13 @@ _HARMLESS_OWNERS = re.compile(
 )
 """Words before `key` and `token` that make the value no secret: they name a column of the data, a
 special token or a count."""
-_HARMLESS_NEXT = re.compile(
+_HARMLESS_SUFFIXES = re.compile(
     r"budget|cost|count|dim|file|ids|length|level|limit|name|path|penalty|type|variable|weight"
 )
 """Words after `key`, `token` and the like that make the value no secret."""
-_OWNERS_OF_MANY = ("access", "api", "auth", "bearer", "refresh", "secret")
+_SECRET_PREFIXES = ("access", "api", "auth", "bearer", "refresh", "secret")
 """Words before `keys` and `tokens` that make the value a secret. `stop_tokens` is not secret."""
-_OPEN_BLOCKS = re.compile(r"(^|\.)(arguments|engine_kwargs)\.")
+_BLOCKS_WITH_USER_KEYS = re.compile(r"(^|\.)(arguments|engine_kwargs)\.")
 """Blocks in which users choose the keys. A key outside them cannot hold a secret."""
 
 _VARIABLE = "${oc.env:"
@@ -150,14 +150,14 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
         for text in filter(None, _find_strings(value)):
             name = key.rpartition(".")[2].upper().replace("-", "_")
             advice = f"put it into an environment variable, and set {key}='${{oc.env:{name}}}'."
-            shown = "which config.yaml, the report and the trackers would show"
+            exposure = "which config.yaml, the report and the trackers would show"
             if _is_secret(key) and (_VARIABLE not in text or _has_secret_literal(text)):
-                raise ConfigError(f"{key} is a secret in plain text, {shown}: {advice}")
+                raise ConfigError(f"{key} is a secret in plain text, {exposure}: {advice}")
             for variable, secret in variables.items():
                 if _contains(text, secret):
                     raise ConfigError(
                         f"{key} contains the value of the environment variable {variable}, "
-                        f"{shown}: set {key}='${{oc.env:{variable}}}', in quotes, so that the "
+                        f"{exposure}: set {key}='${{oc.env:{variable}}}', in quotes, so that the "
                         "shell does not insert the value."
                     )
             # In every value, because any key may have a URL.
@@ -166,11 +166,11 @@ def check_secrets(composed: Mapping[str, Plain]) -> None:
                     continue
                 case ("password" | "token") as noun:
                     raise ConfigError(
-                        f"{key} is a URL with a {noun}, {shown}: give the {noun} to the library "
+                        f"{key} is a URL with a {noun}, {exposure}: give the {noun} to the library "
                         "that opens the URL, by its own environment variable or file."
                     )
                 case _:
-                    raise ConfigError(f"{key} is a secret in plain text, {shown}: {advice}")
+                    raise ConfigError(f"{key} is a secret in plain text, {exposure}: {advice}")
 
 
 def _describe_secret(text: str) -> Literal["password", "token", "text"] | None:
@@ -215,17 +215,17 @@ def restore_secret_references(
     """Return the resolved values with every secret replaced by its interpolation."""
     secrets = list(list_secret_variables().values())
 
-    def restore(value: Plain, given: Plain, key: str) -> Plain:
+    def restore(value: Plain, raw: Plain, key: str) -> Plain:
         # Other interpolations are written with their values, so that the file is complete.
-        if isinstance(given, str) and "${" in given:
-            return given if _has_secret(value, given, key, secrets=secrets) else value
-        if isinstance(value, dict) and isinstance(given, dict):
+        if isinstance(raw, str) and "${" in raw:
+            return raw if _has_secret(value, raw, key, secrets=secrets) else value
+        if isinstance(value, dict) and isinstance(raw, dict):
             return {
-                name: restore(item, given.get(name), f"{key}.{name}" if key else name)
+                name: restore(item, raw.get(name), f"{key}.{name}" if key else name)
                 for name, item in value.items()
             }
-        if isinstance(value, list) and isinstance(given, list) and len(value) == len(given):
-            return [restore(item, other, key) for item, other in zip(value, given, strict=True)]
+        if isinstance(value, list) and isinstance(raw, list) and len(value) == len(raw):
+            return [restore(item, other, key) for item, other in zip(value, raw, strict=True)]
         return value
 
     restored = restore(dict(resolved), dict(composed), "")
@@ -243,12 +243,12 @@ def find_secret_values(
         written: The configuration as `restore_secret_references` returns it, in which an
             interpolation replaces each secret.
     """
-    shown = flatten(dict(written))
+    written_values = flatten(dict(written))
     for key, value in flatten(dict(resolved)).items():
-        given = shown.get(key, value)
-        if value == given:
+        written_value = written_values.get(key, value)
+        if value == written_value:
             continue
-        known = list(_find_strings(given))
+        known = list(_find_strings(written_value))
         variables = (
             os.environ.get(name) for each in known for name in _VARIABLE_NAME.findall(each)
         )
@@ -258,13 +258,13 @@ def find_secret_values(
                 yield secret
 
 
-def _has_secret(value: Plain, given: str, key: str, *, secrets: list[str]) -> bool:
+def _has_secret(value: Plain, interpolation: str, key: str, *, secrets: list[str]) -> bool:
     """Return True if the value of an interpolation must not be written.
 
     Besides names, the values of secret variables are searched for, because an interpolation may
     refer to another key (`${reward.arguments.auth}`) or compute the variable's name.
     """
-    if _is_secret(key) or any(map(is_secret_variable, _VARIABLE_NAME.findall(given))):
+    if _is_secret(key) or any(map(is_secret_variable, _VARIABLE_NAME.findall(interpolation))):
         return True
     return any(
         _describe_secret(text) is not None or any(_contains(text, secret) for secret in secrets)
@@ -273,7 +273,7 @@ def _has_secret(value: Plain, given: str, key: str, *, secrets: list[str]) -> bo
 
 
 def _is_secret(key: str) -> bool:
-    return _OPEN_BLOCKS.search(key) is not None and _names_secret(key.rpartition(".")[2])
+    return _BLOCKS_WITH_USER_KEYS.search(key) is not None and _names_secret(key.rpartition(".")[2])
 
 
 def _names_secret(name: str) -> bool:
@@ -289,17 +289,17 @@ def _names_secret(name: str) -> bool:
     words = [word for word in re.split(r"[^a-z]+", separated) if word]
     padded = ["", *words, ""]
     for previous, word, following in zip(padded[:-2], words, padded[2:], strict=True):
-        if _HARMLESS_NEXT.fullmatch(following):
+        if _HARMLESS_SUFFIXES.fullmatch(following):
             continue
         if _SECRET_WORD.search(word) and not (word == "pass" and following):
             return True
-        if word in ("keys", "tokens") and previous in _OWNERS_OF_MANY:
+        if word in ("keys", "tokens") and previous in _SECRET_PREFIXES:
             return True
         match = _KEY_OR_TOKEN.search(word)
         # `pad_token_id` is a vocabulary index, but `access_key_id` is part of a secret.
         if match is not None and not (match[2] == "token" and following == "id"):
-            owner = match[1] or previous
-            if _HARMLESS_OWNERS.fullmatch(owner) is None:
+            prefix = match[1] or previous
+            if _HARMLESS_PREFIXES.fullmatch(prefix) is None:
                 return True
     return False
 

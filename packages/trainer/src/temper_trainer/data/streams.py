@@ -413,7 +413,7 @@ class PromptFeed:
             self._position += 1
         return taken
 
-    def list_ahead(self, mark: FeedMark, *, trained: Iterable[int]) -> tuple[int, ...]:
+    def list_trained_ahead(self, mark: FeedMark, *, trained: Iterable[int]) -> tuple[int, ...]:
         """Return the offsets from a mark of the later prompts that are already trained.
 
         Args:

@@ -149,7 +149,7 @@ def _add_teacher_reward(
         teacher_logprobs=samples.columns[TEACHER_LOGPROBS],
         weights=samples.columns[TEACHER_WEIGHTS],
         loss_mask=samples.loss_mask,
-        objective=distillation.loss,
+        loss=distillation.loss,
         clamp=distillation.clamp,
     )
     metrics = {"distill/reward_mean": float(reward[samples.loss_mask].mean())}

@@ -29,10 +29,10 @@ Example = TypeVar("Example", bound=TrainingExample)
 
 def count_tokens(example: TrainingExample) -> int:
     """Return the token count of an example with its prompts; a pair counts both completions."""
-    return sum(len(each.prompt.tokens) + len(each.tokens) for each in list_members(example))
+    return sum(len(each.prompt.tokens) + len(each.tokens) for each in list_demonstrations(example))
 
 
-def list_members(example: TrainingExample) -> tuple[Demonstration, ...]:
+def list_demonstrations(example: TrainingExample) -> tuple[Demonstration, ...]:
     """Return the completions of an example with their prompts."""
     return (example,) if isinstance(example, Demonstration) else example.demonstrations
 
@@ -58,7 +58,7 @@ def keep_fitting(
     limit, key = max_tokens
     kept: list[Example] = []
     for example in examples:
-        members = list_members(example)
+        members = list_demonstrations(example)
         longest = max(members, key=lambda each: len(each.prompt.tokens) + len(each.tokens))
         length = len(longest.prompt.tokens) + len(longest.tokens)
         if length <= limit:
@@ -114,7 +114,9 @@ def prepare_samples(
         samples = samples.with_columns({"ref_logprobs": ref_logprobs})
     if KL_BASELINE in objective.columns:
         mismatched = demonstrations_to_samples(
-            mismatch_completions([each for example in examples for each in list_members(example)])
+            mismatch_completions(
+                [each for example in examples for each in list_demonstrations(example)]
+            )
         )
         plan_mismatched = plan_step(mismatched, batching, layouts=layouts, seed=seed)
         baseline = _estimate_kl(

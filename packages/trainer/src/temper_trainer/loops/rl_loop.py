@@ -90,7 +90,7 @@ class StepLoop:
     @property
     def trained_ahead(self) -> tuple[int, ...]:
         """Prompts from the cursor on that are trained, counted from it."""
-        return self.components.prompts.list_ahead(self._find_mark(), trained=self._trained)
+        return self.components.prompts.list_trained_ahead(self._find_mark(), trained=self._trained)
 
     def run_step(
         self, *, step: int, objectives: Mapping[str, Objective], controllers: Controllers

@@ -21,7 +21,7 @@ from temper_trainer.data.tokenizer import compute_tokenizer_digest
 from temper_trainer.loops.example_batches import (
     TrainingExample,
     count_tokens,
-    list_members,
+    list_demonstrations,
     prepare_samples,
 )
 from temper_trainer.loops.held_out import HeldOutEvaluator
@@ -275,7 +275,9 @@ def _run_update(
         "data/epoch": float(stream.cursor.epoch),
         "data/tokens": float(samples.num_tokens),
         "data/examples": float(len(examples)),
-        **measure_difficulty(each.prompt for example in examples for each in list_members(example)),
+        **measure_difficulty(
+            each.prompt for example in examples for each in list_demonstrations(example)
+        ),
         "time/step_s": seconds,
     }
 

@@ -23,7 +23,7 @@ from temper_trainer.data.prompts import encode_demonstrations, encode_preference
 from temper_trainer.data.rows import DataError, PreferenceRow, Row
 from temper_trainer.data.sources import iterate_rows
 from temper_trainer.data.streams import BufferedStream, Curriculum, InMemoryStream, get_difficulty
-from temper_trainer.loops.example_batches import TrainingExample, keep_fitting, list_members
+from temper_trainer.loops.example_batches import TrainingExample, keep_fitting, list_demonstrations
 from temper_trainer.loops.held_out import HeldOutSet
 from temper_trainer.loops.run.run_folder import RunFolder
 from temper_trainer.loops.run.run_setup import (
@@ -206,7 +206,7 @@ def _stream_list(
 ) -> Callable[[DataCursor], ExampleStream]:
     """Return a function that opens the stream of examples in memory; `is_sorted` by difficulty."""
     curriculum: Curriculum[TrainingExample] = Curriculum(
-        get_difficulty=lambda example: get_difficulty(list_members(example)[0].prompt),
+        get_difficulty=lambda example: get_difficulty(list_demonstrations(example)[0].prompt),
         shuffled_fraction=data.shuffled_fraction,
     )
     return lambda cursor: InMemoryStream[TrainingExample](

@@ -125,7 +125,7 @@ def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
     last = [each for each in evaluations if each.step == last_step]
     has_steps = len({each.step for each in evaluations}) > 1
     with mpl.rc_context(STYLE):
-        height = max(3.0, 0.32 * len(last) * len(_list_shown(last)) + 1.2)
+        height = max(3.0, 0.32 * len(last) * len(_list_plotted_metrics(last)) + 1.2)
         figure = Figure(figsize=(11.2, height), layout="constrained")
         FigureCanvasAgg(figure)  # not pyplot, as in draw_curves
         axes = figure.subplots(1, 2 if has_steps else 1, squeeze=False)[0]
@@ -138,7 +138,7 @@ def draw_evaluations(evaluations: Sequence[EvaluationRow]) -> bytes | None:
     return picture.getvalue()
 
 
-def _list_shown(evaluations: Sequence[EvaluationRow]) -> list[str]:
+def _list_plotted_metrics(evaluations: Sequence[EvaluationRow]) -> list[str]:
     """Return the metrics to plot: the main one, and pass@k and maj@k with the largest k."""
     largest: dict[str, int] = {}
     for each in evaluations:
@@ -155,7 +155,7 @@ def _draw_over_steps(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
     for each in full_sets:
         series.setdefault((each.set_name, each.kind), []).append(each)
     for i, rows in enumerate(series.values()):
-        for name, style in zip(_list_shown(rows), ("-", "--", ":"), strict=False):
+        for name, style in zip(_list_plotted_metrics(rows), ("-", "--", ":"), strict=False):
             points = sorted(
                 (each.step, each.values[name], each.values.get(name + INTERVAL, 0.0))
                 for each in rows
@@ -183,7 +183,7 @@ def _draw_last(axes: Axes, evaluations: Sequence[EvaluationRow]) -> None:
     bars = [
         (each.format_label(name), each, name, color)
         for each in evaluations
-        for name, color in zip(_list_shown(evaluations), COLORS, strict=False)
+        for name, color in zip(_list_plotted_metrics(evaluations), COLORS, strict=False)
         if math.isfinite(each.values.get(name, math.nan))
     ]
     positions = range(len(bars))

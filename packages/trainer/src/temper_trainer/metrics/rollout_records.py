@@ -54,11 +54,14 @@ def to_rollout_row(rollout: Rollout, *, step: int, decode: Decode) -> dict[str, 
     main = Branch(
         prompt_tokens=rollout.prompt.tokens, completion=rollout.completion, turns=rollout.turns
     )
-    left = MAX_TOKENS
+    num_remaining = MAX_TOKENS
     histories = []
     for i, branch in enumerate((main, *rollout.branches)):
-        segments, left = _to_segments(
-            branch, rewards=() if i else rollout.turn_rewards, decode=decode, max_tokens=left
+        segments, num_remaining = _to_segments(
+            branch,
+            rewards=() if i else rollout.turn_rewards,
+            decode=decode,
+            max_tokens=num_remaining,
         )
         histories.append(segments)
     return {

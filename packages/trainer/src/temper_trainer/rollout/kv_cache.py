@@ -40,7 +40,7 @@ class ScoreRule:
     """[H x G] logits in the softmax that add nothing to the output, as in gpt-oss."""
 
     @property
-    def is_fused(self) -> bool:
+    def supports_fused(self) -> bool:
         """True if torch's fused attention can apply the rule."""
         return self.softcap is None and self.sinks is None
 
@@ -76,7 +76,7 @@ class CausalAttention:
     ) -> Tensor:
         """Attend within each row; see Attention."""
         length = query.shape[2]
-        if not rule.is_fused:
+        if not rule.supports_fused:
             return self._attend_in_blocks(query, key, value, rule=rule)
         if rule.window is None or length <= rule.window:
             # Not attn_mask: the fastest fused kernels support only is_causal.
@@ -279,7 +279,7 @@ class DecodeAttention:
         keys, values = self._cache.append(
             layer, key, value, slots=self._slots, positions=self._positions, length=self._length
         )
-        if not rule.is_fused:
+        if not rule.supports_fused:
             is_hidden = rule.is_hidden(self._distance)[:, None]
             return _attend_scores(query, keys, values, is_hidden=is_hidden, rule=rule)
         rows, heads, _, size = query.shape

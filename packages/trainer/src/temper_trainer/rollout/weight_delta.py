@@ -252,7 +252,7 @@ def apply_tensor_delta(target: Tensor, delta: TensorDelta) -> None:
         return
     flat = target.view(-1) if target.is_contiguous() else target.reshape(-1)
     values = delta.values.to(device=target.device, dtype=target.dtype)
-    _view_bits(flat)[delta.indices.to(target.device).long()] = _view_bits(values)
+    _view_as_integers(flat)[delta.indices.to(target.device).long()] = _view_as_integers(values)
     if not target.is_contiguous():
         target.copy_(flat.view(target.shape))  # `flat` is a copy of it
 
@@ -343,7 +343,10 @@ def open_delta_file(delta: PackedDelta) -> Tensor:
 def _compute_tensor_delta(
     tensor: Tensor, last_sent: Tensor, *, max_changed_fraction: float
 ) -> TensorDelta:
-    new, old = _view_bits(tensor.contiguous().view(-1)), _view_bits(last_sent.reshape(-1))
+    new, old = (
+        _view_as_integers(tensor.contiguous().view(-1)),
+        _view_as_integers(last_sent.reshape(-1)),
+    )
     dtype = _choose_index_dtype(len(new))
     # C changed elements take C indices and C values, each padded to ALIGNMENT. Above this count the
     # delta would be larger than the tensor.
@@ -403,6 +406,6 @@ def _view_bytes(tensor: Tensor) -> Tensor:
     return flat.clone() if flat.storage_offset() % 8 else flat
 
 
-def _view_bits(tensor: Tensor) -> Tensor:
+def _view_as_integers(tensor: Tensor) -> Tensor:
     """View a tensor as integers, so that NaN equals itself and -0 differs from 0."""
     return tensor.view(_INTEGERS[tensor.element_size()])

@@ -131,13 +131,15 @@ def make_local_teacher_servers(name: str, config: TrainerConfig) -> list[Replica
 def _make_local_replicas(plans: Sequence[ServerPlan], *, devices: Sequence[str]) -> list[Replica]:
     """Create one server per plan, each with its entry of `devices` if there are any."""
     if devices:
-        plans = [assign_devices(plan, names) for plan, names in zip(plans, devices, strict=True)]
+        plans = [
+            assign_devices(plan, gpu_ids) for plan, gpu_ids in zip(plans, devices, strict=True)
+        ]
     return [plan.create_process() for plan in plans]
 
 
-def assign_devices(plan: ServerPlan, names: str) -> ServerPlan:
+def assign_devices(plan: ServerPlan, gpu_ids: str) -> ServerPlan:
     """Return the plan of a server that uses the named GPUs, as in CUDA_VISIBLE_DEVICES."""
-    environment = {**plan.spec.environment, "CUDA_VISIBLE_DEVICES": names}
+    environment = {**plan.spec.environment, "CUDA_VISIBLE_DEVICES": gpu_ids}
     return replace(plan, spec=replace(plan.spec, environment=environment))
 
 

@@ -29,15 +29,15 @@ Scalar = str | int | float | bool | None
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
 def settings(cls: ClassT) -> ClassT:
     """Make a class a frozen dataclass with keyword arguments that checks its fields' ranges."""
-    own_check = cls.__dict__.get("__post_init__")
+    own_post_init = cls.__dict__.get("__post_init__")
 
     def __post_init__(self: Any) -> None:
         # A derived class can inherit this method: check_ranges uses the fields of type(self).
         check_ranges(self)
-        if own_check is not None:
-            own_check(self)
+        if own_post_init is not None:
+            own_post_init(self)
 
-    if own_check is not None or not hasattr(cls, "__post_init__"):
+    if own_post_init is not None or not hasattr(cls, "__post_init__"):
         cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     # Resolved here, because cattrs drops ranges from annotations that are strings.
     hints = typing.get_type_hints(cls, include_extras=True)

@@ -183,7 +183,7 @@ def test_k1_as_a_reward_is_the_log_ratio() -> None:
         teacher_logprobs=torch.tensor([0.0, -2.0, -1.0, math.nan]),
         weights=torch.tensor([1.0, 1.0, 0.5, 0.0]),
         loss_mask=torch.tensor([False, True, True, True]),
-        objective=ReverseKlReward(),
+        loss=ReverseKlReward(),
         clamp=1.5,
     )
     # -2 + 1 = -1; -1 + 3 = 2, clamped to 1.5, times 0.5.

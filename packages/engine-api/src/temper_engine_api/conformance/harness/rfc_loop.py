@@ -85,9 +85,9 @@ class MeanOfRankMeans:
         self, data: SequenceBatch, predictions: Predictions, ctx: Context
     ) -> tuple[Tensor, Context]:
         """Return the mean of the ranks' means."""
-        row = data.sequence_index % self.num_ranks
+        owner_rank = data.sequence_index % self.num_ranks
         means = [
-            predictions["cost"][data.loss_mask & (row == rank)].mean()
+            predictions["cost"][data.loss_mask & (owner_rank == rank)].mean()
             for rank in range(self.num_ranks)
         ]
         # Each rank counts equally, however many tokens it trains: the loss function sees one rank's

@@ -58,10 +58,10 @@ def compute_discounted_sums(
     # `reach`, so log2(longest sample) passes replace one Python iteration per token.
     reach = 1
     while reach < len(total):
-        is_same = owner[reach:] == owner[:-reach]
-        if not bool(is_same.any()):
+        is_same_sample = owner[reach:] == owner[:-reach]
+        if not bool(is_same_sample.any()):
             break
-        tail = torch.where(is_same, total[reach:] * decays[:-reach] ** reach, 0.0)
+        tail = torch.where(is_same_sample, total[reach:] * decays[:-reach] ** reach, 0.0)
         total = total + torch.cat([tail, tail.new_zeros(reach)])
         reach *= 2
     return column.new_zeros(samples.num_tokens, dtype=torch.float64).index_copy(0, position, total)
@@ -77,9 +77,9 @@ def gather_next_trained(column: Tensor, *, samples: SequenceBatch) -> Tensor:
     following = column.double()[position].roll(-1)
     # roll(-1) pairs the last trained token of the batch with the first one. If both belong to the
     # same sample, comparing owners does not exclude the pair, so the position does.
-    is_same = (owner == owner.roll(-1)) & (torch.arange(len(position)) < len(position) - 1)
+    is_same_sample = (owner == owner.roll(-1)) & (torch.arange(len(position)) < len(position) - 1)
     result = column.new_zeros(samples.num_tokens, dtype=torch.float64)
-    return result.index_copy(0, position, torch.where(is_same, following, 0.0))
+    return result.index_copy(0, position, torch.where(is_same_sample, following, 0.0))
 
 
 WHITEN_EPSILON = 1e-8

@@ -89,7 +89,7 @@ def compute_teacher_reward(
     teacher_logprobs: Tensor,
     weights: Tensor,
     loss_mask: Tensor,
-    objective: DistillationLoss,
+    loss: DistillationLoss,
     clamp: float | None,
 ) -> Tensor:
     """Return the per-token reward -w * clamp(k(log p, log q)), [T] float32.
@@ -101,30 +101,30 @@ def compute_teacher_reward(
         teacher_logprobs: [T].
         weights: [T] of the teachers.
         loss_mask: [T] bool.
-        objective: The distillation loss; it computes the estimator k of the divergence.
+        loss: The distillation loss; it computes the estimator k of the divergence.
         clamp: Bound on a token's reward before the weight is applied; None is off.
     """
     mask = loss_mask & (weights > 0)
     policy, teacher = torch.where(mask, logprobs, 0.0), torch.where(mask, teacher_logprobs, 0.0)
-    kl = objective.measure(policy, teacher=teacher)
+    kl = loss.measure(policy, teacher=teacher)
     return -torch.where(mask, _clamp(kl, clamp=clamp) * weights, 0.0)
 
 
-def _clamp(column: Tensor, *, clamp: float | None) -> Tensor:
+def _clamp(divergence: Tensor, *, clamp: float | None) -> Tensor:
     # Clamp before the teacher's weight is applied, so that a bound means the same for every
     # teacher.
-    return column if clamp is None else column.clamp(-clamp, clamp)
+    return divergence if clamp is None else divergence.clamp(-clamp, clamp)
 
 
 def _common_metrics(
-    column: Tensor, *, clamp: float | None, mask: Tensor, batch: SequenceBatch
+    divergence: Tensor, *, clamp: float | None, mask: Tensor, batch: SequenceBatch
 ) -> dict[str, Metric]:
     metrics = {
-        "distill/divergence": compute_weighted_mean(column, mask),
+        "distill/divergence": compute_weighted_mean(divergence, mask),
         "distill/teacher_token_fraction": compute_weighted_mean(mask, batch.loss_mask),
     }
     if clamp is not None:
         metrics["distill/clamped_fraction"] = compute_weighted_mean(
-            column.detach().abs() > clamp, mask
+            divergence.detach().abs() > clamp, mask
         )
     return metrics

@@ -54,7 +54,7 @@ class Dppo(PolicyLoss):
         self, log_ratio: Tensor, *, logprobs: Tensor, advantages: Tensor, batch: SequenceBatch
     ) -> Tensor:
         """Return -M * sg(min(rho, max_ratio)) * A * log p; see the class for the symbols."""
-        is_low, is_high = self._find_outside(log_ratio, logprobs=logprobs)
+        is_low, is_high = self._find_beyond_bound(log_ratio, logprobs=logprobs)
         is_masked = torch.where(advantages > 0, is_high, is_low & (advantages < 0))
         weight = log_ratio.detach().exp().clamp(max=self.max_ratio)
         return -torch.where(is_masked, 0.0, weight * advantages) * logprobs
@@ -65,12 +65,12 @@ class Dppo(PolicyLoss):
         """Return the fractions of masked tokens with negative and with positive advantage."""
         # The old log-probs, because the metrics receive no others: log p = log p_old + log rho.
         old = torch.where(batch.loss_mask, batch.columns["old_logprobs"], 0.0)
-        is_low, is_high = self._find_outside(log_ratio, logprobs=old + log_ratio)
+        is_low, is_high = self._find_beyond_bound(log_ratio, logprobs=old + log_ratio)
         return compute_clip_fractions(
             is_low=is_low, is_high=is_high, advantages=advantages, mask=batch.loss_mask
         )
 
-    def _find_outside(self, log_ratio: Tensor, *, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+    def _find_beyond_bound(self, log_ratio: Tensor, *, logprobs: Tensor) -> tuple[Tensor, Tensor]:
         """Return [T] bool each: the probability has fallen, and has risen, beyond its bound."""
         log_ratio, logprobs = log_ratio.detach(), logprobs.detach()
         p, p_old = logprobs.exp(), (logprobs - log_ratio).exp()

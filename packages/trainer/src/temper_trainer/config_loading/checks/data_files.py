@@ -58,9 +58,9 @@ def find_data_problems(config: TrainerConfig) -> Iterator[str]:
     problems = list(_find_source_problems(config))
     yield from problems
     if config.run.total_epochs is not None and not problems:
-        num_rows, size = count_training_rows(config), config.batching.prompts_per_step
-        if num_rows is not None and num_rows < size:
-            yield describe_short_epoch(config.run, num_problems=num_rows, prompts_per_step=size)
+        num_rows, needed = count_training_rows(config), config.batching.prompts_per_step
+        if num_rows is not None and num_rows < needed:
+            yield describe_short_epoch(config.run, num_problems=num_rows, prompts_per_step=needed)
     if config.data.string_prompts == "user_message" and not has_chat_template(
         config.data, model_path=config.actor.engine.model.path
     ):
