@@ -199,7 +199,7 @@ class TrackioTracker:
         path = self._directory / METRICS_FILE
         for row in read_rows(path) if path.exists() else []:
             self.log(row.step, row.values, phase=row.phase)
-        # Last, so that the file never names a trackio run that lacks the earlier rows.
+        # After the rows: if copying them fails, the file still names the previous run.
         self._name_file.write_text(f"{self._name}\n", encoding="utf-8")
 
     def close(self, *, has_failed: bool) -> None:
