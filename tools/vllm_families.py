@@ -181,11 +181,11 @@ def run_vllm(
         ) as process:
             assert process.stdout is not None
             first_line = process.stdout.readline()
-            versions = json.loads(first_line) if first_line else None
+            versions: Mapping[str, str] = json.loads(first_line) if first_line else {}
             for line in process.stdout:
                 yield VllmResult(versions=versions, **json.loads(line))
                 num_done += 1
-        if versions is None:
+        if not versions:
             raise ValueError(f"vLLM's process ended with exit status {process.returncode}")
         if process.returncode:
             # It ended in the next job. Those after it run in another process.

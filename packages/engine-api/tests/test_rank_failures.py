@@ -403,7 +403,7 @@ def test_new_group_is_usable_after_a_broken_one(tmp_path: Path) -> None:
 
 
 def test_call_that_ends_after_a_declaration_raises() -> None:
-    """An aborted collective of a device ends like a complete one, for example with a wrong norm."""
+    """Check the end of a call, because an aborted collective of a device raises no error."""
     store = dist.HashStore()
     first, second = (
         RankFailures(store, rank=rank, world_size=2, watches=True) for rank in range(2)

@@ -38,7 +38,7 @@ class Moves:
     """A plain class with a method of the contract."""
 
     def to(self, device: str, **_options: object) -> None:
-        """Do nothing."""
+        """Leave the model where it is."""
 
 
 class MovesByMixin(Moves, RecordingEngine):
@@ -61,7 +61,7 @@ class NamesMethodsOtherwise(RecordingEngine):
         return [item]
 
     def move(self, device: str, **_options: object) -> None:
-        """Do nothing."""
+        """Leave the model where it is."""
 
     to = move  # type: ignore[assignment]
 

@@ -64,7 +64,7 @@ KINDS = (
 """The everyday tests run the first case of each kind."""
 LOOPS = ("async", "one_step_off")
 FIRST_LOOP_SEED = 30_000
-"""From this seed on, cases run in one process with a loop that samples ahead of training."""
+"""First seed of the cases that run in one process with a loop that samples ahead of training."""
 SERVER_MODULE = "temper_trainer.rollout.vllm.server"
 
 

@@ -39,7 +39,7 @@ from temper_trainer.weight_sync.transport import RankGroup, SentWeights
 
 logger = logging.getLogger(__name__)
 _TIMEOUT_MARGIN_S = 60.0
-"""How much longer the members of a channel wait for a server than the sampler does."""
+"""Seconds that the members of a channel wait longer for a server than the sampler does."""
 
 
 class JoinError(ReplicaError):
