@@ -97,13 +97,26 @@ def test_exported_weights_are_not_rounded_to_float8(start: Callable[..., FSDPEng
 
 
 @needs_torchao
+def test_routers_are_not_converted(config: FSDPConfig) -> None:
+    # Its router is an `nn.Linear` with 16 outputs, a multiple of the alignment.
+    sizes = {"num_local_experts": 16, "num_experts_per_tok": 2, "model_type": "phimoe"}
+    hf = build_model(
+        ModelSpec(architecture={**config.model.architecture, **sizes}), attention="sdpa"
+    )
+    router = hf.get_submodule("model.layers.0.mlp.router")
+    convert_to_float8(hf, scaling="rowwise", device=torch.device("cpu"))
+    assert hf.get_submodule("model.layers.0.mlp.router") is router
+    assert type(hf.get_submodule("model.layers.0.self_attn.q_proj")).__name__ == "Float8Linear"
+
+
+@needs_torchao
 def test_model_without_layers_of_suitable_size_is_rejected(
-    start: Callable[..., FSDPEngine], config: FSDPConfig
+    config: FSDPConfig,
 ) -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_key_value_heads": 4}
     model = ModelSpec(architecture={**config.model.architecture, **sizes})
     with pytest.raises(CapabilityError, match="no linear decoder layer whose sizes are multiples"):
-        start(model=model, float8="rowwise")
+        FSDPEngine.check_model(replace(config, model=model, float8="rowwise"))
 
 
 def test_missing_torchao_is_found_before_the_start(

@@ -29,7 +29,7 @@ from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model import packed_attention
 from temper_engine_fsdp.model.expert_routers import ExpertRouters, RouterLosses, build_routers
-from temper_engine_fsdp.model.float8_layers import convert_to_float8, import_torchao
+from temper_engine_fsdp.model.float8_layers import convert_to_float8
 from temper_engine_fsdp.model.huggingface_model import (
     build_model,
     read_attention_dropout,
@@ -292,7 +292,7 @@ def check_model(config: FSDPConfig) -> None:
             is_flat=config.strategy == "fsdp1",
         )
     if config.float8 != "none":
-        import_torchao()
+        convert_to_float8(hf, scaling=config.float8, device=torch.device("cpu"))
     if not config.lora.is_enabled:
         return
     lora_adapter = _import_lora_adapter()

@@ -18,6 +18,9 @@ from temper_engine_fsdp.model.packed_model import find_layers
 
 ALIGNMENT = 16
 """Sizes of a float8 product are multiples of this."""
+ROUTER_NAMES = frozenset({"gate", "router"})
+"""Names of routers in transformers. Rounded scores would send tokens to other experts, and some
+routers are subclasses of `nn.Linear` that return more than a product."""
 MIN_COMPUTE_CAPABILITY = (8, 9)
 """First CUDA compute capability with float8 products."""
 
@@ -59,9 +62,10 @@ def convert_to_float8(hf: PreTrainedModel, *, scaling: str, device: torch.device
 
     def is_convertible(module: nn.Module, name: str) -> bool:
         nonlocal num_converted
-        # Routers and gates of single outputs are smaller than the alignment, or no `nn.Linear`.
-        accepted = isinstance(module, nn.Linear) and not (
-            module.in_features % ALIGNMENT or module.out_features % ALIGNMENT
+        accepted = (
+            isinstance(module, nn.Linear)
+            and ROUTER_NAMES.isdisjoint(name.split("."))
+            and not (module.in_features % ALIGNMENT or module.out_features % ALIGNMENT)
         )
         num_converted += accepted
         return accepted
