@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
@@ -95,10 +94,14 @@ def check_has_head(spec: ModelSpec, hf_config: PretrainedConfig) -> None:
 def has_tied_head(hf_config: PretrainedConfig) -> bool:
     """Return True if the head of transformers' language model is its embedding.
 
-    Nemotron-H has a head of its own, whatever its config says.
+    Nemotron-H has a head of its own, even if its config ties them.
     """
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
-    return bool(hf_config.tie_word_embeddings and model_class._tied_weights_keys)
+    if not hf_config.tie_word_embeddings:
+        return False
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(hf_config))
+    head: torch.nn.Module = model.get_output_embeddings()
+    return head.weight is model.get_input_embeddings().weight
 
 
 def _first_sentence(error: Exception) -> str:
