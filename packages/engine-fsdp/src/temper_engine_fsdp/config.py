@@ -265,8 +265,8 @@ class FSDPConfig(EngineConfig):
                 )
         if self.checkpointing_keeps_products and self.compile_layers:
             raise ConfigError(
-                "checkpointing_keeps_products keeps the results of single operators, but with "
-                "compile_layers they are fused into kernels: set one of both to false."
+                "checkpointing_keeps_products and compile_layers are both on, but compiled layers "
+                "fuse operators, so there are no separate products to keep: set one to false."
             )
 
     def _check_fsdp1(self) -> None:
