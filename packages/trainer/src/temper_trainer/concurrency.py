@@ -2,11 +2,12 @@
 
 import asyncio
 import heapq
+import inspect
 import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import asynccontextmanager
 from functools import partial
@@ -123,6 +124,20 @@ class DaemonThreads:
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function in a thread and wait for its result."""
         return await asyncio.wrap_future(self.start(function, *args, **kwargs))
+
+    async def call_or_await(
+        self, function: Callable[P, T | Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Await a coroutine function, or call another function in a thread.
+
+        A wrapper or a callable object is no coroutine function, but may return a coroutine, which
+        is then awaited here.
+        """
+        if inspect.iscoroutinefunction(function):
+            awaited: T = await function(*args, **kwargs)
+            return awaited
+        returned = await self.call(function, *args, **kwargs)
+        return await returned if inspect.isawaitable(returned) else returned
 
     def close(self, *, timeout_s: float = 0.0) -> None:
         """End idle threads at once, busy ones when their call returns; wait up to `timeout_s`."""

@@ -154,7 +154,7 @@ def test_group_of_a_program_is_killed_before_its_id_is_free(
     with pytest.raises(IdleAgentError):
         run_programs("true")
     with pytest.raises(EnvironmentTimeoutError):
-        run_programs("sleep 1000", step_timeout_s=0.2)
+        run_programs("sleep 1000", step_timeout_s=2.0)
     assert len(killed) == 2
 
 

@@ -7,7 +7,8 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -541,7 +542,9 @@ def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:
 
 
 class WrappedLengthFee(LengthFee):
-    """An environment whose step is no coroutine function, but returns a coroutine."""
+    """An environment whose methods are no coroutine functions, but return coroutines."""
+
+    closed: ClassVar[list[str]] = []
 
     def step(self, tokens: Sequence[int]) -> Awaitable[Observation]:  # type: ignore[override]
         return self._answer(tokens)
@@ -549,10 +552,20 @@ class WrappedLengthFee(LengthFee):
     async def _answer(self, tokens: Sequence[int]) -> Observation:
         return super().step(tokens)
 
+    def close(self) -> Awaitable[None]:
+        return self._close()
 
-def test_coroutine_that_a_function_returns_is_awaited() -> None:
-    conversation, _, _ = run_conversation(("3", "<eos>"), make_environment=WrappedLengthFee)
+    async def _close(self) -> None:
+        self.closed.append("closed")
+
+
+def test_coroutines_that_methods_return_are_awaited() -> None:
+    WrappedLengthFee.closed.clear()
+    conversation, _, _ = run_conversation(
+        ("3", "<eos>"), make_environment=partial(WrappedLengthFee)
+    )
     assert conversation.rewards[0] == -1.0
+    assert WrappedLengthFee.closed == ["closed"]
 
 
 def test_coroutine_that_takes_too_long_is_cancelled_and_its_environment_closed() -> None:

@@ -332,7 +332,7 @@ def test_channel_that_fails_for_another_reason_stops_listening() -> None:
 
 def test_members_that_wait_for_a_sender_that_fails_fail_at_once() -> None:
     actor: Any = Actor()
-    spec = make_spec(actor, size=3, buffer_bytes=64, timeout_s=1.0)
+    spec = make_spec(actor, size=3, buffer_bytes=64, timeout_s=5.0)
     waiting = replace(spec, rank=1, timeout_s=60.0)
     begin = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
@@ -345,7 +345,7 @@ def test_members_that_wait_for_a_sender_that_fails_fail_at_once() -> None:
 
 def test_member_that_loses_another_one_while_it_connects_leaves_the_store() -> None:
     actor: Any = Actor()
-    spec = make_spec(actor, size=2, buffer_bytes=64, timeout_s=2.0)
+    spec = make_spec(actor, size=2, buffer_bytes=64, timeout_s=5.0)
     before = set(rendezvous._OPEN_STORES)
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(Server().meet, replace(spec, rank=1))

@@ -261,7 +261,7 @@ class RankFailures:
         deadline = time.monotonic() + timeout_s
         while True:
             are_here = self._store.check(keys)
-            # Also when all are here: one that waited for this rank may have failed since, and left.
+            # Even if all ranks have arrived: one of them may have failed since then, and left.
             self._learn_of_declaration()
             self.check()
             if are_here:
@@ -324,7 +324,7 @@ class RankFailures:
                 self._learn_of_declaration()
             self.check()
         except GeneratorExit:
-            # A context in a generator that is not read to its end, which is no failure.
+            # A generator that is not read to its end closes the contexts in it: no failure.
             raise
         except BaseException as error:
             if only(error):
@@ -351,8 +351,8 @@ class RankFailures:
     def report_interrupt(self, call: str) -> Iterator[None]:
         """Enclose a wait for a background save: report only interrupts.
 
-        The ranks exchange its CheckpointErrors themselves, so calls around this one do not report
-        them either. The wait is also allowed in a broken group.
+        The ranks exchange the save's CheckpointErrors themselves, so enclosing calls do not report
+        them either. Waiting is also allowed in a broken group.
         """
         begin = take_event_number()
         try:

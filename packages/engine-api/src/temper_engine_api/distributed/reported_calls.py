@@ -30,8 +30,8 @@ CHECKPOINT_CALLS = frozenset({"write_part", "read_part"})
 
 
 _ENCLOSED = "_temper_enclosed"
-"""Attribute of an enclosed method: the method itself. `functools.wraps` copies the attribute to
-other functions, which are then still recognized as not enclosed."""
+"""Attribute that marks an enclosed method. Its value is that method, because `functools.wraps`
+copies the attribute to other functions, which are not enclosed."""
 
 
 class ReportedCalls:
@@ -78,9 +78,10 @@ class ReportedCalls:
 
     @contextmanager
     def _report_once(self, name: str) -> Iterator[None]:
-        """Report exceptions, unless an override has called the original method.
+        """Report exceptions once, also if an override calls the original method.
 
-        A rank that fails in the override before would otherwise count one call less.
+        If both were counted, a rank whose override raises before it calls the original would have
+        counted fewer calls than the others.
         """
         active: set[str] = self.__dict__.setdefault("_active_calls", set())
         if name in active:

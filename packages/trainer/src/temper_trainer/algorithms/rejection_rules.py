@@ -54,7 +54,7 @@ class RatioRule:
         return f"ratio_{self.over}"
 
     def find_kept(self, log_ratio: Tensor, *, samples: SequenceBatch) -> Tensor:
-        """Return [T] bool: True at tokens to keep; rules by completion keep all or none of one.
+        """Return [T] bool: True at tokens to keep; rules by completion treat its tokens alike.
 
         Args:
             log_ratio: [T] float64 log p_old - log p_rollout, 0 at untrained tokens.
@@ -93,7 +93,7 @@ class KlRule:
         return f"{self.estimator}_{self.over}"
 
     def find_kept(self, log_ratio: Tensor, *, samples: SequenceBatch) -> Tensor:
-        """Return [T] bool: True at tokens to keep; rules by completion keep all or none of one.
+        """Return [T] bool: True at tokens to keep; rules by completion treat its tokens alike.
 
         Args:
             log_ratio: [T] float64 log p_old - log p_rollout, 0 at untrained tokens.

@@ -193,7 +193,7 @@ def _resolve_path(path: str, base_dir: Path | None) -> str:
 
 
 _GZIP = "it is compressed with gzip: decompress it."
-_PARQUET = "it is a parquet file: set data.train=parquet, or the same of another source."
+_PARQUET = "it is a parquet file: set data.train=parquet, or the source of these data."
 _UTF_16 = "expected JSON lines. Convert it with iconv -f UTF-16 -t UTF-8."
 _REMEDIES = {b"\x1f\x8b": _GZIP, b"PAR1": _PARQUET, b"\xff\xfe": _UTF_16, b"\xfe\xff": _UTF_16}
 """Remedy for a file that is not text, by its first bytes."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import inspect
 import json
 import os
 import shlex
@@ -231,10 +230,7 @@ def _wrap_function(function: AgentFunction) -> Callable[[AgentTask], Awaitable[f
     """Return a coroutine function; a function that blocks runs in a thread."""
 
     async def run(task: AgentTask) -> float:
-        if inspect.iscoroutinefunction(function):
-            reward = await function(task)
-        else:
-            reward = await _threads.call(function, task)
+        reward = await _threads.call_or_await(function, task)
         return 0.0 if reward is None else float(reward)
 
     return run

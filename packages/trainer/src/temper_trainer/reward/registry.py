@@ -136,7 +136,7 @@ def resolve_reward(config: RewardConfig | RewardFunctionConfig) -> RewardFunctio
     if inspect.iscoroutinefunction(function):
         raise ConfigError(
             f"reward.function {config.function} is an async function, but must return a number: "
-            "write def instead of async def. Calls that wait already run at the same time."
+            "write def instead of async def. Temper runs such calls at the same time."
         )
     try:
         # Bind the arguments without a call, so that a wrong name is found before the first step.

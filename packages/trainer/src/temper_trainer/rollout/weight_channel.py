@@ -348,7 +348,7 @@ def abandon_channel(spec: ChannelSpec) -> None:
     """Let the members that wait for another one in `WeightChannel` fail at once.
 
     Raises:
-        EngineStateError: If the sender does not listen any more; it has abandoned the channel.
+        EngineStateError: If the sender abandoned the channel, or has ended.
     """
     store = TokenStore(
         spec.address,

@@ -267,8 +267,12 @@ class CollectiveTransport:
                 join.result()
             if problems := [problem for problem, _ in opened if problem]:
                 raise ReplicaError("; ".join(problems))
-        except BaseException:
-            self._close_channels(specs)
+        except BaseException as error:
+            try:
+                self._close_channels(specs)
+            # The first error tells the cause: an actor that has ended cannot close its channels.
+            except Exception as cleanup_error:  # noqa: BLE001
+                error.add_note(f"The actor's channels were not closed: {cleanup_error}")
             raise
         return specs
 

@@ -9,7 +9,6 @@ sampling while it publishes weights.
 """
 
 import asyncio
-import inspect
 import logging
 import threading
 import time
@@ -510,12 +509,7 @@ class _Round:
             begin = time.perf_counter()
             try:
                 async with asyncio.timeout(timeout_s):
-                    if inspect.iscoroutinefunction(function):
-                        called: T = await function(argument)
-                        return called
-                    returned = await self._threads.call(function, argument)
-                    # A function that returns a coroutine is not a coroutine function.
-                    return await returned if inspect.isawaitable(returned) else returned
+                    return await self._threads.call_or_await(function, argument)
             except TimeoutError as error:
                 if isinstance(error.__cause__, asyncio.CancelledError):
                     raise _RolloutFailedError from self._make_timeout_error(index)
@@ -537,10 +531,7 @@ class _Round:
             return
         try:
             async with asyncio.timeout(self._get_pool(index).config.step_timeout_s):
-                if inspect.iscoroutinefunction(close):
-                    await close()
-                else:
-                    await self._threads.call(close)
+                await self._threads.call_or_await(close)
         # The environment is the user's code, which may raise anything. The failure is counted.
         except Exception as error:
             raise _RolloutFailedError from error
