@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
@@ -57,6 +58,8 @@ def run_agents(
     max_tokens: int = 40,
     max_concurrent: int = 16,
     step_timeout_s: float | None = None,
+    max_failure_fraction: float = 0.0,
+    vocab_size: int | None = None,
 ) -> tuple[list[Conversation], dict[str, float]]:
     config = EnvironmentConfig(
         name="some:Agent",
@@ -64,6 +67,7 @@ def run_agents(
         max_tokens=max_tokens,
         max_concurrent=max_concurrent,
         step_timeout_s=step_timeout_s,
+        max_failure_fraction=max_failure_fraction,
     )
     prompts = [Prompt(prompt_id=i, text="", tokens=(1, 2), answer="") for i in range(num_rollouts)]
     requests = [
@@ -76,6 +80,7 @@ def run_agents(
         sampler or ScriptedSampler(complete_with_next_number, end_token_id=END),
         environment=config,
         make_environment=lambda: Agent(run),
+        vocab_size=vocab_size,
     ) as scheduler:
         return scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
 
@@ -192,6 +197,41 @@ def test_agent_without_a_completion_has_failed() -> None:
 
     with pytest.raises(IdleAgentError, match="ended without a completion"):
         run_agents(run)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ((1, 50), r"of token 50: send ids of the run's tokenizer, 0 to 49\."),
+        ((1, -1), r"of token -1: send ids"),
+        ((1.5,), r"of \(1\.5,\): send ids"),
+        ((), "of no tokens: send at least one"),
+    ],
+)
+def test_request_that_no_sampler_could_answer_fails_only_its_rollout(
+    tokens: tuple[int, ...], reason: str
+) -> None:
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        if prompt.prompt_id == 0:
+            await sample(tokens)
+        await sample(prompt.tokens)
+        return 1.0
+
+    (failed, other), _ = run_agents(run, num_rollouts=2, max_failure_fraction=0.5, vocab_size=50)
+    assert re.search(reason, failed.failure or "")
+    assert other.failure is None
+    assert other.rewards == [1.0]
+
+
+def test_agent_may_send_back_sampled_ids_that_the_tokenizer_does_not_have() -> None:
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        first = await sample(prompt.tokens)
+        assert max(first.tokens) >= 50
+        await sample((*prompt.tokens, *first.tokens, 7))
+        return 1.0
+
+    (conversation,), _ = run_agents(run, vocab_size=50)
+    assert len(conversation.turns) == 1
 
 
 def test_agent_without_a_finite_reward_has_failed() -> None:

@@ -93,6 +93,7 @@ class SampleFunction(Protocol):
         Raises:
             RolloutLimitError: If the rollout may have no further completion, or none so long. What
                 the agent raises afterwards is not counted as a failure.
+            InvalidAnswerError: If there is no token, or a token id does not exist.
         """
         ...
 
@@ -161,9 +162,15 @@ def check_answer(
         )
     if has_invalid_token:
         raise InvalidAnswerError(
-            f"the environment returned token {lowest if lowest < 0 else highest}: return ids of "
-            f"the run's tokenizer{'' if vocab_size is None else f', 0 to {vocab_size - 1}'}."
+            f"the environment returned token {lowest if lowest < 0 else highest}: return "
+            f"{describe_token_ids(vocab_size)}."
         )
+
+
+def describe_token_ids(vocab_size: int | None) -> str:
+    """Name the ids that an environment may use, for a message that refuses another one."""
+    limits = "" if vocab_size is None else f", 0 to {vocab_size - 1}"
+    return f"ids of the run's tokenizer{limits}"
 
 
 EnvironmentFactory = Callable[[], Environment | AgentEnvironment]

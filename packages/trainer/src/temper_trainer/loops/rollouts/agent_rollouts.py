@@ -6,12 +6,18 @@ agent has changed its history, a branch begins.
 """
 
 import asyncio
+import operator
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from temper_trainer.environment.protocol import AgentOutcome, RolloutLimitError
+from temper_trainer.environment.protocol import (
+    AgentOutcome,
+    InvalidAnswerError,
+    RolloutLimitError,
+    describe_token_ids,
+)
 from temper_trainer.loops.rollouts.multi_turn import Conversation, RolloutLimits
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import RolloutTrace, Span
@@ -43,6 +49,8 @@ class AgentCalls:
     """Limits the time of the agent between its requests."""
     timeout_s: float | None
     """Maximum time between requests in seconds; None is no limit."""
+    vocab_size: int | None
+    """Number of token ids that the agent may send; None does not check them."""
     finished: list[AgentCall] = field(default_factory=list)
     """Completions that the agent got, in the order in which they were finished."""
     trace: RolloutTrace = field(default_factory=RolloutTrace)
@@ -63,7 +71,8 @@ class AgentCalls:
         self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Completion:
         """Return a completion; see `SampleFunction`."""
-        request = self._make_request(tuple(tokens), max_tokens=max_tokens, stop=stop)
+        ids = self._check_tokens(tokens)
+        request = self._make_request(ids, max_tokens=max_tokens, stop=stop)
         self._record_work()
         self._num_open += 1
         self._set_deadline(None)
@@ -98,6 +107,36 @@ class AgentCalls:
         """Set the time until which the agent must request or end."""
         if not self.is_ended and not self.timeout.expired():
             self.timeout.reschedule(deadline)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the token ids as integers.
+
+        Raises:
+            InvalidAnswerError: See `SampleFunction`. A sampler would end the run at such a request.
+        """
+        expected = describe_token_ids(self.vocab_size)
+        try:
+            ids = tuple(operator.index(token) for token in tokens)
+        except TypeError as error:
+            raise InvalidAnswerError(
+                f"the agent requested a completion of {tokens!r:.100}: send {expected}."
+            ) from error
+        if not ids:
+            raise InvalidAnswerError(
+                "the agent requested a completion of no tokens: send at least one."
+            )
+        unknown = {
+            each
+            for each in ids
+            if each < 0 or (self.vocab_size is not None and each >= self.vocab_size)
+        }
+        # A model may have more ids than the tokenizer, and sample them.
+        unknown -= {each for call in self.finished for each in call.completion.tokens}
+        if unknown:
+            raise InvalidAnswerError(
+                f"the agent requested a completion of token {min(unknown)}: send {expected}."
+            )
+        return ids
 
     def _make_request(
         self, tokens: tuple[int, ...], *, max_tokens: int | None, stop: Sequence[str]

@@ -115,7 +115,8 @@ class RolloutScheduler:
             interrupts: True if a pause interrupts open requests; False if it waits for them.
             recorder: Records completions; closed with the scheduler.
             replay: Returns recorded completions, so that nothing is sampled.
-            vocab_size: Number of token ids that environments may return; None does not check them.
+            vocab_size: Number of token ids that environments and agents may use; None does not
+                check them.
         """
         self._vocab_size = vocab_size
         self._pools = {
@@ -455,6 +456,7 @@ class _Round:
                         is_concurrent=self._sampler.is_streaming,
                         timeout=timeout,
                         timeout_s=timeout_s,
+                        vocab_size=self._vocab_size,
                     )
                     try:
                         outcome = await environment.run_agent(
