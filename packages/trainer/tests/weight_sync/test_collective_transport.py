@@ -522,6 +522,50 @@ def test_weights_that_have_changed_are_not_sent_under_their_old_version() -> Non
     transport.close()
 
 
+def test_actor_that_fails_to_send_weights_again_closes_the_new_channel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor, worker = Actor(), Server()
+    transport = transport_between(actor, worker)
+    transport.send(1)
+
+    def fail() -> WeightStream:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(actor, "export_weights", fail)
+    worker.die()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        notice_death(transport)
+    (spec,) = worker.specs
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((spec.address, spec.port))
+    transport.close()
+
+
+def test_stores_of_other_ranks_are_closed_if_one_cannot_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actor, worker = Actor(), Server()
+    transport = transport_between(actor, worker)
+    listening: list[tuple[str, int]] = []
+
+    def run_on_all(call: Callable[..., Any], *arguments: object) -> list[Any]:
+        result = call(actor, *arguments)
+        if call is open_store:
+            listening.append(result[:2])
+            raise OSError("address already in use")  # of another rank
+        return [result]
+
+    monkeypatch.setattr(actor, "run_on_all", run_on_all)
+    with pytest.raises(OSError, match="address already in use"):
+        transport.send(1)
+    for address in listening:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+    assert len(listening) == 1
+    transport.close()
+
+
 @pytest.mark.parametrize("bucket_bytes", [64, 1 << 20])
 def test_after_the_first_publish_only_the_delta_is_broadcast(bucket_bytes: int) -> None:
     actor, worker = Actor(), Server()

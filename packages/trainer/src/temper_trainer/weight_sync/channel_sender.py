@@ -225,16 +225,18 @@ def _close_on_error(
 
 
 def close_sender_channel(worker: WeightSender, specs: Mapping[int, ChannelSpec]) -> None:
-    """Close this rank's end of its channel, or its store if the channel was never opened."""
+    """Close this rank's end of its channel, and every store whose channel was never opened."""
     spec = specs.get(worker.rank)
     if spec is not None:
         _close_channel(worker, spec)
+    stores = get_sender_state(worker).stores
+    while stores:
+        _, server = stores.popitem()
+        server.close()
+        server.abandon()
 
 
 def _close_channel(worker: WeightSender, spec: ChannelSpec) -> None:
-    state, address = get_sender_state(worker), f"{spec.address}:{spec.port}"
-    if (channel := state.channels.pop(address, None)) is not None:
+    channel = get_sender_state(worker).channels.pop(f"{spec.address}:{spec.port}", None)
+    if channel is not None:
         channel.close()
-    if (server := state.stores.pop(address, None)) is not None:
-        server.close()
-        server.abandon()

@@ -8,8 +8,9 @@ weights remains outside actor and servers.
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -211,8 +212,20 @@ class CollectiveTransport:
         """
         senders = self._choose_senders(replicas)
         sizes = Counter(rank for ranks in senders for rank in ranks)
+        specs: dict[int, ChannelSpec] = {}
+        with self._close_on_error(specs):
+            specs.update(self._listen(sizes))
+            self._join(replicas, senders=senders, specs=specs)
+        return specs
+
+    def _listen(self, sizes: Mapping[int, int]) -> dict[int, ChannelSpec]:
+        """Start the store of each channel on its sender; return the specs by rank of the sender.
+
+        Args:
+            sizes: Number of receivers by rank of the sender.
+        """
         stores = self._actor.run_on_all(open_store, self._bind_address, tuple(sizes))
-        specs = {
+        return {
             rank: ChannelSpec(
                 backend=self._backend,
                 address=stores[rank][0],
@@ -227,6 +240,15 @@ class CollectiveTransport:
             )
             for rank, num_workers in sizes.items()
         }
+
+    def _join(
+        self,
+        replicas: Sequence[Replica],
+        *,
+        senders: Sequence[Sequence[int]],
+        specs: Mapping[int, ChannelSpec],
+    ) -> None:
+        """Let actor and servers join the channels; see `_open`."""
         failed: list[JoinError] = []
 
         def abandon_if_failed(replica: Replica, join: "Future[object]") -> None:
@@ -240,41 +262,45 @@ class CollectiveTransport:
         joins = []
         # The server of each member, by the rank of its sender and its own in the channel.
         replicas_by_rank: dict[tuple[int, int], Replica] = {}
+        for replica, ranks in zip(replicas, senders, strict=True):
+            members = []
+            for rank in ranks:
+                joined[rank] += 1
+                replicas_by_rank[rank, joined[rank]] = replica
+                members.append(replace(specs[rank], rank=joined[rank]))
+            join = replica.call("join_channels", members)
+            join.add_done_callback(partial(abandon_if_failed, replica))
+            joins.append(join)
+        # Join before waiting for the servers, because each member returns only when all have
+        # joined.
+        opened = self._actor.run_on_all(open_sender_channel, specs)
+        absent = {
+            id(replicas_by_rank[rank, member])
+            for rank, (_, members) in enumerate(opened)
+            for member in members
+        }
+        # The first one: the others may have come later than the end of the channel. A server that
+        # was there may have failed only because another one died.
+        for error in failed:
+            if id(error.replica) in absent:
+                raise error
+        for join in joins:
+            join.result()
+        if problems := [problem for problem, _ in opened if problem]:
+            raise ReplicaError("; ".join(problems))
+
+    @contextmanager
+    def _close_on_error(self, specs: Mapping[int, ChannelSpec]) -> Iterator[None]:
+        """Close channels, and stores that have none yet, if the body raises."""
         try:
-            for replica, ranks in zip(replicas, senders, strict=True):
-                members = []
-                for rank in ranks:
-                    joined[rank] += 1
-                    replicas_by_rank[rank, joined[rank]] = replica
-                    members.append(replace(specs[rank], rank=joined[rank]))
-                join = replica.call("join_channels", members)
-                join.add_done_callback(partial(abandon_if_failed, replica))
-                joins.append(join)
-            # Join before waiting for the servers, because each member returns only when all have
-            # joined.
-            opened = self._actor.run_on_all(open_sender_channel, specs)
-            absent = {
-                id(replicas_by_rank[rank, member])
-                for rank, (_, members) in enumerate(opened)
-                for member in members
-            }
-            # The first one: the others may have come later than the end of the channel. A server
-            # that was there may have failed only because another one died.
-            for error in failed:
-                if id(error.replica) in absent:
-                    raise error
-            for join in joins:
-                join.result()
-            if problems := [problem for problem, _ in opened if problem]:
-                raise ReplicaError("; ".join(problems))
+            yield
         except BaseException as error:
             try:
-                self._close_channels(specs)
+                self._actor.run_on_all(close_sender_channel, specs)
             # The first error tells the cause: an actor that has ended cannot close its channels.
             except Exception as cleanup_error:  # noqa: BLE001
                 error.add_note(f"The actor's channels were not closed: {cleanup_error}")
             raise
-        return specs
 
     def _choose_senders(self, replicas: Sequence[Replica]) -> list[list[int]]:
         """Return for each server the rank of the actor that sends to each of its workers."""
@@ -308,8 +334,9 @@ class CollectiveTransport:
             )
         self._num_changes = -1  # the server has left the channel of all
         specs = self._open([replica])
-        received = self._start_receiving(replica, version)
-        sent = self._broadcast(specs, version)
+        with self._close_on_error(specs):
+            received = self._start_receiving(replica, version)
+            sent = self._broadcast(specs, version)
         self._close_channels(specs)
         if sent.problem:
             raise ReplicaError(f"{replica.name} did not get the weights: {sent.problem}")
