@@ -61,6 +61,14 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "rollout.record and generate.file both write completions.jsonl",
             "set generate.file to another name.",
         ),
+        *(
+            (
+                ["task=generate", f"generate.file={name}"],
+                f"generate.file is {name}, but the run itself writes there",
+                "set it to another name.",
+            )
+            for name in ("metrics.jsonl", "./tokenizer", "checkpoints", ".", "report.html")
+        ),
         (["algorithm.kl_loss_coef=0.1"], "algorithm.kl_loss_coef is 0.1", "ref is not set"),
         (["ref=frozen"], "algorithm.kl_loss_coef is 0.0", "ref is set"),
         (["ref=frozen", "task=sft"], "ref is set in task sft", "remove it (ref=none)"),

@@ -548,21 +548,17 @@ def test_tasks_eval_and_generate_score_and_write_completions(
     }
     assert {"eval/sums/eval/pass_at_2", "eval/sums/eval/maj_at_2"} <= result.evaluation.keys()
     assert "sums" in (result.directory / "report.html").read_text()
-    run(
-        tmp_path / "generate",
-        "task=generate",
-        *model,
-        data,
-        "generate.num_completions=2",
-        "sampling.max_tokens=8",
-        base=(),
+    generate = (
+        *("task=generate", *model, data, "generate.num_completions=2", "sampling.max_tokens=8"),
+        "generate.file=texts/sums.jsonl",
     )
-    lines = [
-        json.loads(line)
-        for line in (tmp_path / "generate" / "completions.jsonl").read_text().splitlines()
-    ]
+    run(tmp_path / "generate", *generate, base=())
+    written = tmp_path / "generate" / "texts" / "sums.jsonl"
+    lines = [json.loads(line) for line in written.read_text().splitlines()]
     assert len(lines) == 12
     assert all(len(line["tokens"][0]) == len(line["logprobs"][0]) for line in lines)
+    with pytest.raises(ConfigError, match=r"sums\.jsonl already exists and is never overwritten"):
+        run(tmp_path / "generate", *generate, "run.resume=auto", base=())
 
 
 def test_pair_of_equal_completions_is_refused(run: Run, tmp_path: Path) -> None:

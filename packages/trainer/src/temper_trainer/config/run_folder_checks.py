@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
+from temper_engine_api.settings_check import find_write_error
 from temper_trainer.config.rollout import RECORD_FILE
 
 RUN_FILES = (
@@ -42,6 +43,10 @@ _FILES = (
 )
 
 
+RESERVED_NAMES = frozenset({".", *RUN_FILES, *_FOLDERS, *_FILES} - {RECORD_FILE})
+"""Names in a run folder that `generate.file` cannot have; RECORD_FILE is its default."""
+
+
 def contains_run(folder: Path) -> bool:
     """Return True if a run has trained in a folder, or its files are there for another reason.
 
@@ -76,6 +81,28 @@ def describe_other_kind(path: Path) -> str | None:
     else:
         return None
     return f"{path} is a {kind}, but must be a file: rename or remove it."
+
+
+def find_generated_file_problems(path: Path) -> Iterator[str]:
+    """Yield why task generate cannot write its file, which it writes after all completions.
+
+    Args:
+        path: `run.dir` and `generate.file`.
+    """
+    if os.path.lexists(path):
+        yield (
+            f"{path} already exists and is never overwritten: choose another generate.file or "
+            "run.dir."
+        )
+    elif problem := describe_other_kind(make_partial_path(path)):
+        yield problem
+    elif error := find_write_error(path.parent):
+        yield f"{path} cannot be written: {error.strerror}. Choose another generate.file."
+
+
+def make_partial_path(path: Path) -> Path:
+    """Return the name that a file has until it is complete."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def find_inputs_in_run_folder(config: object, folder: Path) -> Iterator[str]:

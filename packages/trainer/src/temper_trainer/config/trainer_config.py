@@ -55,6 +55,7 @@ from temper_trainer.config.run import (
     find_layout_conflicts,
     find_model_conflicts,
 )
+from temper_trainer.config.run_folder_checks import RESERVED_NAMES
 from temper_trainer.config.tasks import GenerateConfig, RewardModelTaskConfig, WarmStartConfig
 
 
@@ -462,15 +463,18 @@ def _find_task_conflicts(config: TrainerConfig) -> Iterator[str]:
             f"rollout.sampler is vllm in task {config.task}, but actor.engine.model.path is not "
             "set, so the servers have no weights to load: set it to a model directory."
         )
-    if (
-        config.task == "generate"
-        and config.rollout.record
-        and os.path.normpath(config.generate.file) == RECORD_FILE
-    ):
-        yield (
-            f"rollout.record and generate.file both write {RECORD_FILE}: set generate.file to "
-            "another name."
-        )
+    if config.task == "generate":
+        name = os.path.normpath(config.generate.file)
+        if config.rollout.record and name == RECORD_FILE:
+            yield (
+                f"rollout.record and generate.file both write {RECORD_FILE}: set generate.file to "
+                "another name."
+            )
+        if name in RESERVED_NAMES:
+            yield (
+                f"generate.file is {config.generate.file}, but the run itself writes there: set it "
+                "to another name."
+            )
     if config.algorithm.reads("components"):
         yield from find_component_conflicts(
             config.reward,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from temper_engine_api.errors import ConfigError
 from temper_trainer.config.reward import RewardConfig
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config.run_folder_checks import make_partial_path
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.rows import Row
 from temper_trainer.loops.rollouts.multi_turn import measure_turns
@@ -304,17 +304,8 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
 
     Returns:
         The logged metrics.
-
-    Raises:
-        ConfigError: If the file exists.
     """
     config, log = components.config, components.log
-    path = folder.root / config.generate.file
-    if path.exists():
-        raise ConfigError(
-            f"{path} already exists and is never overwritten: choose another generate.file or "
-            "run.dir."
-        )
     num_completions = config.generate.num_completions
     set_names = [
         name
@@ -351,7 +342,9 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
         for set_name, rollout in zip(set_names, completions, strict=True)
         for prompt, conversation in [(rollout.prompt, rollout.conversation)]
     ]
-    partial = path.with_name(f".{path.name}.partial")
+    path = folder.root / config.generate.file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = make_partial_path(path)
     partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
     partial.rename(path)
     mean_reward, num_scored = _average([each.reward for each in completions])

@@ -1,7 +1,8 @@
 import json
+import os
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -295,6 +296,41 @@ def test_check_leaves_nothing_where_the_run_folder_will_be(
     before = sorted(tmp_path.rglob("*"))
     check_external_objects(load([*there, f"run.dir={tmp_path}/runs/new"]).config)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "message"),
+    [
+        (os.mkfifo, "out.jsonl", "{} already exists and is never overwritten: choose another"),
+        (Path.mkdir, "out.jsonl", "{} already exists and is never overwritten: choose another"),
+        (Path.touch, "out.jsonl", "{} already exists and is never overwritten: choose another"),
+        (os.mkfifo, ".out.jsonl.partial", "{} is a pipe or socket, but must be a file"),
+        (Path.mkdir, ".out.jsonl.partial", "{} is a folder, but must be a file"),
+    ],
+)
+def test_entry_in_place_of_the_generated_file_is_refused_before_the_run(
+    there: list[str], tmp_path: Path, make: Callable[[Path], None], name: str, message: str
+) -> None:
+    generated = [
+        *(*there, "task=generate", "warm_start=null"),
+        *(f"run.dir={tmp_path}/run", "generate.file=out.jsonl"),
+    ]
+    (tmp_path / "run").mkdir()
+    check_external_objects(load(generated).config)
+    make(tmp_path / "run" / name)
+    assert refusal(generated).startswith(message.format(tmp_path / "run" / name))
+
+
+def test_generated_file_in_a_folder_that_cannot_be_made_is_refused(
+    there: list[str], tmp_path: Path
+) -> None:
+    generated = [*there, "task=generate", "warm_start=null", f"run.dir={tmp_path}/run"]
+    check_external_objects(load([*generated, "generate.file=new/folder/out.jsonl"]).config)
+    (tmp_path / "taken").touch()
+    assert refusal([*generated, f"generate.file={tmp_path}/taken/out.jsonl"]) == (
+        f"{tmp_path}/taken/out.jsonl cannot be written: Not a directory. Choose another "
+        "generate.file."
+    )
 
 
 def test_profile_folder_that_cannot_be_made_is_refused(there: list[str]) -> None:

@@ -36,6 +36,7 @@ from temper_trainer.config.environment import (
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
+    find_generated_file_problems,
     find_inputs_in_run_folder,
     find_wrong_entries,
 )
@@ -341,6 +342,8 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
             )
         yield from _find_resume_problems(config)
         yield from find_inputs_in_run_folder(config, Path(run.dir))
+        if config.task == "generate":
+            yield from find_generated_file_problems(Path(run.dir) / config.generate.file)
     if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
         yield (
             f"run.resume is {run.resume}, but there is no such directory: use never, auto, or the "

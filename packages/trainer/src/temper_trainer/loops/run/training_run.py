@@ -24,7 +24,10 @@ from temper_trainer.checkpoint.weight_files import find_damaged_model
 from temper_trainer.config.data import name_eval_set
 from temper_trainer.config.resume_changes import describe_changes
 from temper_trainer.config.run import INFERENCE_TASKS
-from temper_trainer.config.run_folder_checks import find_inputs_in_run_folder
+from temper_trainer.config.run_folder_checks import (
+    find_generated_file_problems,
+    find_inputs_in_run_folder,
+)
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.data.memory_mapped import map_prompts
 from temper_trainer.data.prompts import encode_prompts
@@ -111,7 +114,11 @@ def train(
         checkpoint, completed_steps = None, 0
         try:
             # Check this first, because open_run_folder renames the files that a failed start left.
-            if problems := list(find_inputs_in_run_folder(config, Path(config.run.dir))):
+            run_dir = Path(config.run.dir)
+            problems = list(find_inputs_in_run_folder(config, run_dir))
+            if config.task == "generate":
+                problems += find_generated_file_problems(run_dir / config.generate.file)
+            if problems:
                 raise ConfigError("\n".join(problems))
             folder = open_run_folder(config.run)
             checkpointer = open_checkpointer(config, folder=folder)
