@@ -61,6 +61,29 @@ def test_unknown_key_excludes_a_release_before_an_added_key_that_exists() -> Non
     assert ["drop the +" in message for message in messages] == [True, True]
 
 
+MAIN_ONLY = "ray_kwargs.ray_init.runtime_env.py_executable=python3"
+"""A key that no release before the newest commit had."""
+LEFT_FROM_V0_5 = "actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton"
+
+
+def test_new_key_tells_more_than_one_that_was_left_from_an_old_release() -> None:
+    added = "+actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16"
+    keys = [*BASE, MAIN_ONLY, LEFT_FROM_V0_5, added]
+    inferred = translate(keys, entry="verl.trainer.main_ppo")
+    assert inferred.source.version == "v0.9.1"
+
+
+def test_new_key_of_a_fork_tells_nothing_of_its_release() -> None:
+    keys = [
+        *BASE,
+        "actor_rollout_ref.actor.state_masking=True",  # of no release
+        "algorithm.use_kl_in_reward=False",  # since v0.4.0
+        "actor_rollout_ref.actor.fsdp_config.grad_offload=False",  # until v0.2.0.post2
+        "+trainer.val_before_train=False",  # needs no + since v0.4.0
+    ]
+    assert translate(keys, entry="verl.trainer.main_ppo").source.version == "v0.2.0.post2"
+
+
 def test_releases_that_fit_and_mean_the_same_are_not_mentioned() -> None:
     clip = [
         f"actor_rollout_ref.actor.clip_ratio_{bound}=0.2" for bound in ("low", "high")

@@ -30,8 +30,9 @@ def infer_version(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the releases that refuse the fewest keys, oldest first, and why.
 
-    The newest of them counts. A superfluous ``+`` decides only between releases that lack equally
-    many keys.
+    The newest of them counts. Between releases that lack equally many keys, those decide that came
+    later: a script may keep old keys, but cannot know new ones. A fork may have adopted them, so
+    they decide nothing next to keys that no release has. A superfluous ``+`` decides last.
 
     Args:
         overrides: of the command line.
@@ -46,10 +47,16 @@ def infer_version(
         version: _refusals(overrides, given, version=version, family=family, configs=configs)
         for version in candidates
     }
-    ranks = {
-        version: (sum(not key.startswith("+") for key in keys), len(keys))
+    lacking = {
+        version: {key for key in keys if not key.startswith("+")}
         for version, keys in counts.items()
     }
+    is_fork = bool(set.intersection(*lacking.values()))
+    ranks = {}
+    for position, version in enumerate(candidates):
+        earlier = [lacking[before] for before in candidates[:position]]
+        newer = set() if is_fork else lacking[version].intersection(*earlier)
+        ranks[version] = (len(lacking[version]), len(newer), len(counts[version]))
     fewest = min(ranks.values())
     best = [version for version in candidates if ranks[version] == fewest]
     taken = best[-1]
