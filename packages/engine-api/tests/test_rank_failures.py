@@ -342,9 +342,16 @@ class LostStore(dist.HashStore):
     is_lost = False
 
     def set(self, key: str, value: str) -> None:
+        self._raise_if_lost()
+        super().set(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        self._raise_if_lost()
+        return super().check(keys)
+
+    def _raise_if_lost(self) -> None:
         if self.is_lost:
             raise dist.DistNetworkError("Connection reset by peer")
-        super().set(key, value)
 
 
 def write_without_store(error: OSError | None) -> RankFailures:
@@ -548,6 +555,17 @@ def test_watching_thread_leaves_the_group_when_the_store_is_lost() -> None:
         dist.destroy_process_group()
     with pytest.raises(RankFailedError, match="rank 1 lost the connection to the store"):
         failures.check()
+
+
+def test_call_that_ends_without_the_store_names_the_lost_store() -> None:
+    store = LostStore()
+    # With NCCL the end of a call looks for a declaration.
+    failures = RankFailures(store, rank=0, world_size=2, watches=True)
+    with (
+        pytest.raises(RankFailedError, match="rank 0 lost the connection to the store"),
+        failures.report_failure("a training call"),
+    ):
+        store.is_lost = True
 
 
 def end_first_rank(*, error: BaseException) -> None:

@@ -321,7 +321,7 @@ class RankFailures:
             # thread may have aborted it, or NCCL itself, if it noticed the closed connection before
             # that thread read the declaration.
             if self._watches:
-                self._learn_of_declaration()
+                self._learn_or_lose_store()
             self.check()
         except GeneratorExit:
             # A generator that is not read to its end closes the contexts in it: no failure.
