@@ -45,18 +45,18 @@ from .rank_processes import run_ranks
 STAGES: tuple[BuildStage, ...] = get_args(BuildStage)
 
 
-def join(rank: int, folder: str, *, num_stages: int = 1) -> RankFailures:
+def join(rank: int, folder: str, *, num_stages: int = 1, world_size: int = 2) -> RankFailures:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=2,
+        world_size=world_size,
         timeout=timedelta(seconds=60),
     )
     failures = RankFailures.join()
     assert failures is not None
-    failures.mark_engine_built(Topology(world_size=2, pp=Axis(size=num_stages)))
+    failures.mark_engine_built(Topology(world_size=world_size, pp=Axis(size=num_stages)))
     return failures
 
 
@@ -372,6 +372,49 @@ def test_error_of_a_part_is_raised_although_the_store_is_lost() -> None:
     with pytest.raises(OSError, match="no space left") as caught:
         write_without_store(OSError("no space left"))
     assert "rank 0 lost the connection to the store" in str(caught.value.__notes__)
+
+
+def fail_to_write_on_one_of_three(rank: int, folder: str, num_collectives: int) -> None:
+    failures = join(rank, folder, world_size=3)
+    # gloo also counts messages, which rank 1 has no part in.
+    for _ in range(2):
+        if rank == 0:
+            dist.send(torch.zeros(1), 2)
+        elif rank == 2:
+            dist.recv(torch.zeros(1), 0)
+
+    def write() -> None:
+        with failures.report_unfinished("write_part()", timeout_s=30.0):
+            for number in range(2):
+                if rank == 1 and number == num_collectives:
+                    raise OSError("no space left")
+                dist.all_reduce(torch.zeros(1))
+            if rank == 1:
+                raise OSError("no space left")
+
+    begin = time.monotonic()
+    if rank == 1:
+        with pytest.raises(OSError, match="no space left"):
+            write()
+    elif num_collectives == 2:
+        write()
+    else:
+        with pytest.raises(RankFailedError, match=r"rank 1 raised in write_part\(\): OSError"):
+            write()
+    assert time.monotonic() - begin < 10.0
+    if num_collectives == 2:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 3.0
+        failures.check()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_collectives", [1, 2])
+def test_failed_write_breaks_the_group_only_if_another_rank_waits(
+    tmp_path: Path, num_collectives: int
+) -> None:
+    run_ranks(fail_to_write_on_one_of_three, str(tmp_path), num_collectives, num_ranks=3)
 
 
 def test_ends_of_earlier_parts_are_deleted() -> None:

@@ -1,10 +1,12 @@
 """A rank that raises in a call other than a pass: the others raise too, and name it."""
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -12,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.distributed import rank_failures
-from temper_engine_api.distributed.process_group import gather_objects
+from temper_engine_api.distributed.process_group import ThreadGroup, gather_objects
 from temper_engine_api.errors import CheckpointError, RankFailedError
 from temper_engine_api.topology import Axis, Topology
 
@@ -27,8 +30,11 @@ T = TypeVar("T")
 class ReplicatedBigram(BigramEngine):
     """The bigram engine in the processes of a group. It writes a checkpoint with collectives."""
 
+    capabilities = BigramEngine.capabilities | {Capability.BACKGROUND_SAVE}
+
     def _build(self) -> Topology:
         super()._build()
+        self.saving_group = ThreadGroup(timeout_s=60.0)
         self.rank, size = dist.get_rank(), dist.get_world_size()
         return Topology(world_size=size, global_rank=self.rank, dp=Axis(size=size, rank=self.rank))
 
@@ -36,9 +42,18 @@ class ReplicatedBigram(BigramEngine):
         return gather_objects(item)
 
     def _write_state(self, directory: str) -> list[str]:
-        dist.all_reduce(torch.zeros(2))
+        return self._write(directory, group=None)
+
+    def _stage_state(self) -> Callable[[str], list[str]]:
+        return partial(self._write, group=self.saving_group.get())
+
+    def _gather_in_background(self, item: T) -> list[T]:
+        return self.saving_group.gather(item)
+
+    def _write(self, directory: str, *, group: dist.ProcessGroup | None) -> list[str]:
+        dist.all_reduce(torch.zeros(2), group=group)
         self.run_between_collectives()
-        dist.all_reduce(torch.zeros(2))
+        dist.all_reduce(torch.zeros(2), group=group)
         self.run_after_collectives()
         return super()._write_state(directory)
 
@@ -198,3 +213,80 @@ def fail_to_read_on_one(rank: int, folder: str) -> None:
 
 def test_group_survives_a_failed_read_of_one_rank(tmp_path: Path) -> None:
     run_ranks(fail_to_read_on_one, str(tmp_path))
+
+
+def start_saving(engine: ReplicatedBigram, folder: str) -> None:
+    engine.save_checkpoint(f"{folder}/steps", global_step=1, in_background=True)
+
+
+def save_in_background(engine: ReplicatedBigram, folder: str) -> None:
+    start_saving(engine, folder)
+    engine.finish_saving()
+
+
+def stage_and_finish(engine: ReplicatedBigram, folder: str) -> None:
+    engine.stage_part(folder)
+    engine.finish_part()
+
+
+def fail_in_background_on_one(
+    rank: int, folder: str, call: Callable[[ReplicatedBigram, str], None]
+) -> None:
+    engine = start(rank, folder, agreement_s=0.2)
+    if rank == CULPRIT:
+        engine.run_between_collectives = raise_out_of_memory  # type: ignore[method-assign]
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="injected") as caught:
+        call(engine, folder)
+    assert time.monotonic() - begin < 10.0
+    if rank != CULPRIT:
+        assert isinstance(caught.value, RankFailedError)
+        assert f"rank {CULPRIT} raised in the write of a background save" in str(caught.value)
+    # The save is lost, but not the engine.
+    assert engine.gather_objects(rank) == [0, 1]
+    engine.run_between_collectives = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(RankFailedError, match=r"injected.* save without in_background"):
+        call(engine, folder)
+    save(engine, folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("call", [save_in_background, stage_and_finish])
+def test_other_saving_thread_names_the_failed_one(
+    tmp_path: Path, call: Callable[[ReplicatedBigram, str], None]
+) -> None:
+    run_ranks(fail_in_background_on_one, str(tmp_path), call)
+
+
+def interrupt_the_wait_of_one(
+    rank: int, folder: str, stage: Callable[..., None], finish: Callable[[ReplicatedBigram], None]
+) -> None:
+    engine = start(rank, folder, agreement_s=0.2)
+    engine.run_after_collectives = lambda: time.sleep(1.0)  # type: ignore[method-assign]
+    stage(engine, folder)
+    if rank != CULPRIT:
+        finish(engine)
+        with pytest.raises(RankFailedError, match=f"rank {CULPRIT} raised in finish_.*injected"):
+            engine.gather_objects(rank)
+    else:
+        # As Ctrl-C would, while the thread saves.
+        signal.signal(signal.SIGALRM, raise_interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(KeyboardInterrupt, match="injected"):
+            finish(engine)
+        finish(engine)
+    assert list(Path(folder).rglob(f"rank_{rank}.pt"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("stage", "finish"),
+    [
+        (start_saving, ReplicatedBigram.finish_saving),
+        (ReplicatedBigram.stage_part, ReplicatedBigram.finish_part),
+    ],
+)
+def test_save_ends_although_the_wait_of_one_rank_was_interrupted(
+    tmp_path: Path, stage: Callable[..., None], finish: Callable[[ReplicatedBigram], None]
+) -> None:
+    run_ranks(interrupt_the_wait_of_one, str(tmp_path), stage, finish)

@@ -15,6 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, TypeVar, overload
@@ -26,7 +27,10 @@ from temper_engine_api import checkpoint
 from temper_engine_api.batch import PackedBatch, SequenceBatch, concatenate
 from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.distributed.process_group import report_failed_start
-from temper_engine_api.distributed.rank_connections import connect_groups
+from temper_engine_api.distributed.rank_connections import (
+    connect_groups,
+    list_background_connections,
+)
 from temper_engine_api.distributed.rank_failures import RankFailures
 from temper_engine_api.distributed.reported_calls import ReportedCalls
 from temper_engine_api.errors import (
@@ -96,6 +100,7 @@ class BaseEngine(ReportedCalls, ABC):
         self._is_adapter_disabled = False
         self._update_cycle = UpdateCycle(config.precision)
         self._rank_failures: RankFailures | None = None
+        self._background_failures: RankFailures | None = None
         self._background_save: checkpoint.BackgroundSave[str] | None = None
         self._background_part: checkpoint.BackgroundSave[checkpoint.PartReport] | None = None
 
@@ -479,8 +484,6 @@ class BaseEngine(ReportedCalls, ABC):
     ) -> PackedBatch:
         """Plan a mini-batch and return this rank's packed batch, without communication.
 
-        If it raises on one rank only, the other ranks raise RankFailedError, as in any call.
-
         Args:
             batch: The full mini-batch, the same on every rank.
             max_tokens: Token cap per micro-batch; None puts all tokens of a rank into one, unless
@@ -689,8 +692,7 @@ class BaseEngine(ReportedCalls, ABC):
                 "finish_part() first."
             )
         self.finish_saving()
-        with self._loaded("update"):
-            staged = self._stage(self._stage_state())
+        staged = self._stage_copy()
         self._background_part = checkpoint.BackgroundSave(
             lambda: staged.write_part(directory), path=Path(directory)
         )
@@ -706,11 +708,13 @@ class BaseEngine(ReportedCalls, ABC):
         Raises:
             EngineStateError: If no part was staged.
         """
-        save, self._background_part = self._background_part, None
+        save = self._background_part
         if save is None:
             raise EngineStateError(
                 "no part is being written: call stage_part() before finish_part()."
             )
+        save.wait()
+        self._background_part = None  # after the wait, which Ctrl-C may interrupt
         return save.finish()
 
     def read_part(self, directory: str) -> None:
@@ -769,11 +773,13 @@ class BaseEngine(ReportedCalls, ABC):
             return save(self, gather=self.gather_objects)
         self.require(Capability.BACKGROUND_SAVE)
         path = checkpoint.step_directory(local_path, global_step)
-        with self._loaded("update"):
-            staged = self._stage(self._stage_state())
-        self._background_save = checkpoint.BackgroundSave(
-            lambda: save(staged, gather=self._gather_in_background), path=path
-        )
+        staged = self._stage_copy()
+
+        def save_copy() -> str:
+            with self._report_in_background("save_checkpoint()"):
+                return save(staged, gather=self._gather_in_background)
+
+        self._background_save = checkpoint.BackgroundSave(save_copy, path=path)
         return str(path)
 
     def load_checkpoint(
@@ -807,11 +813,15 @@ class BaseEngine(ReportedCalls, ABC):
 
         Raises:
             CheckpointError: If the save failed; earlier steps are unchanged.
+            RankFailedError: If a rank raised between two collectives of the save. Earlier steps are
+                unchanged, but this engine can't save in the background any more.
         """
         if self._background_part is not None:
             self._background_part.wait()
-        save, self._background_save = self._background_save, None
+        save = self._background_save
         if save is not None:
+            save.wait()
+            self._background_save = None  # after the wait, which Ctrl-C may interrupt
             save.finish()
 
     # Methods that an engine implements.
@@ -1113,6 +1123,34 @@ class BaseEngine(ReportedCalls, ABC):
             topology=self.topology,
             write=write,
             progress=self._update_cycle.state_dict(),
+        )
+
+    def _stage_copy(self) -> checkpoint.StagedEngine:
+        """Copy the state to host memory for a saving thread, which reports a failed write."""
+        failures, connections = self._rank_failures, list_background_connections()
+        if self._background_failures is not None:
+            self._background_failures.check()
+        with self._loaded("update"):
+            staged = self._stage(self._stage_state())
+        if failures is not None and self._background_failures is None:
+            self._background_failures = failures.join_in_background(
+                list_background_connections() - connections
+            )
+
+        def write(directory: str) -> list[str]:
+            # Also inside save_checkpoint(), which otherwise gathers the error next, while another
+            # rank may wait in a collective of this write.
+            with self._report_in_background("the write"):
+                return staged.write(directory)
+
+        return replace(staged, write=write)
+
+    def _report_in_background(self, call: str) -> AbstractContextManager[None]:
+        failures = self._background_failures
+        if failures is None:
+            return nullcontext()
+        return failures.report_unfinished(
+            f"{call} of a background save", timeout_s=self.config.collective_timeout_s
         )
 
     def _raise_background_error(self) -> None:

@@ -523,6 +523,11 @@ FAULTY_ENGINES = (
         2,
     ),
     FaultyEngine(
+        failures.ReportsNoFailureInBackground,
+        ("test_interrupted_call::test_other_ranks_report_a_rank_that_fails_in_a_background_save",),
+        2,
+    ),
+    FaultyEngine(
         failures.ReportsNoFailureToBuild,
         ("test_interrupted_call::test_other_ranks_report_a_rank_that_fails_in_init_model",),
         2,

@@ -5,8 +5,10 @@ from datetime import timedelta
 
 import torch
 from data_parallel_oracle import DataParallelOracle
+from full_oracle import FullOracle
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from temper_engine_api.distributed.process_group import ThreadGroup
 from temper_engine_api.distributed.rank_failures import RankFailures
 from temper_engine_api.errors import RankFailedError
 from temper_engine_api.updates import GradientState
@@ -184,6 +186,18 @@ class ReportsNoFailureToMove(DataParallelOracle):
             return super()._report_call(name)
         _set_pg_timeout(timedelta(seconds=2))
         return nullcontext()
+
+
+class ReportsNoFailureInBackground(FullOracle):
+    """Reports no exception that one rank raises while it saves in the background."""
+
+    def _report_in_background(self, call):
+        return nullcontext()
+
+    def _build(self):
+        topology = super()._build()
+        self._saving_group = ThreadGroup(timeout_s=2.0)
+        return topology
 
 
 class ReportsNoFailureToBuild(DataParallelOracle):

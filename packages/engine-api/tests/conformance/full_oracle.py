@@ -12,7 +12,7 @@ from data_parallel_oracle import DataParallelOracle
 
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.oracle.oracle_engine import STATE_FILE
-from temper_engine_api.distributed.process_group import gather_objects
+from temper_engine_api.distributed.process_group import ThreadGroup
 
 OTHER_STATE_FILE = "other_optimizer.pt"
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -34,10 +34,7 @@ class FullOracle(DataParallelOracle):
         self.other_optimizer = self._make_other_optimizer(spec) if is_other else None
         self._round_parameters()
         self._round_buffers()
-        self._saving_group = dist.new_group() if dist.is_initialized() else None
-        if self._saving_group is not None:
-            # A rank that closes its connections before another one has made its own breaks them.
-            dist.barrier(self._saving_group)
+        self._saving_group = ThreadGroup(timeout_s=self.config.collective_timeout_s)
         return topology
 
     def _make_other_optimizer(self, spec):
@@ -108,6 +105,8 @@ class FullOracle(DataParallelOracle):
         self.other_optimizer.load_state_dict(state)
 
     def _stage_state(self):
+        if dist.is_initialized():
+            self._saving_group.get()
         staged = {
             "masters": {name: p.detach().clone() for name, p in self.parameters().items()},
             "buffers": {name: buffer.clone() for name, buffer in self.buffers().items()},
@@ -128,12 +127,8 @@ class FullOracle(DataParallelOracle):
         return [own, STATE_FILE]
 
     def _gather_in_background(self, item):
-        if self._saving_group is None:
-            return [item]
-        return gather_objects(item, group=self._saving_group)
+        return self._saving_group.gather(item) if dist.is_initialized() else [item]
 
     def close(self):
-        if self._saving_group is not None:
-            dist.destroy_process_group(self._saving_group)
-            self._saving_group = None
+        self._saving_group.close()
         super().close()

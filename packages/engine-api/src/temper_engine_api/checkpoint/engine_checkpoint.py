@@ -7,6 +7,7 @@ errors are gathered, so that all ranks raise the same error.
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,13 @@ from temper_engine_api.checkpoint.transaction import (
     open_part,
 )
 from temper_engine_api.distributed.gatherable import gatherable
-from temper_engine_api.errors import CheckpointError, ConfigError, EngineStateError, TemperError
+from temper_engine_api.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineStateError,
+    RankFailedError,
+    TemperError,
+)
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Topology
 
@@ -108,8 +115,6 @@ class BackgroundSave(Generic[T]):
     The thread is not a daemon, so the process does not exit before the save has ended.
     """
 
-    _result: T
-
     def __init__(self, action: Callable[[], T], *, path: Path) -> None:
         """Start the thread.
 
@@ -117,33 +122,31 @@ class BackgroundSave(Generic[T]):
             action: Function that saves.
             path: Checkpoint path, used in the log and for the thread name.
         """
-        self._error: BaseException | None = None
+        # Not Thread.join: if Ctrl-C interrupts it, Python 3.11 takes the thread for stopped, and
+        # the process ends without it.
+        self._future = Future[T]()
 
         def run() -> None:
             try:
-                self._result = action()
+                self._future.set_result(action())
             except BaseException as error:  # noqa: BLE001 (raised again by finish)
                 logger.error("saving %s in the background failed: %s", path, error)
-                self._error = error
+                self._future.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name=f"saving {path.name}")
-        self._thread.start()
+        threading.Thread(target=run, name=f"saving {path.name}").start()
 
     @property
     def is_done(self) -> bool:
         """True if the save has ended, with or without an error."""
-        return not self._thread.is_alive()
+        return self._future.done()
 
     def wait(self) -> None:
         """Wait until the save has ended; keep its result or error for `finish`."""
-        self._thread.join()
+        wait([self._future])
 
     def finish(self) -> T:
         """Wait for the save and return its result, or raise its error."""
-        self.wait()
-        if self._error is not None:
-            raise self._error
-        return self._result
+        return self._future.result()
 
 
 @gatherable
@@ -372,6 +375,8 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
     """Return errors as values, so that a failed rank still takes part in the next collective."""
     try:
         return _Outcome(value=action())
+    except RankFailedError:
+        raise  # the connections are closed, so nothing can be gathered
     except TemperError as error:
         return _Outcome(error=error)
     except _list_failure_types() as error:

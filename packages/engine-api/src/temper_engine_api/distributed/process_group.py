@@ -17,7 +17,10 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed import HashStore, PrefixStore, ProcessGroup, Store  # type: ignore[attr-defined]
 
 from temper_engine_api.distributed.gather_codec import decode_value, encode_value
-from temper_engine_api.distributed.rank_connections import mark_background_group
+from temper_engine_api.distributed.rank_connections import (
+    list_own_connections,
+    mark_background_group,
+)
 from temper_engine_api.distributed.rank_failures import AGREEMENT_S, RankFailures, take_event_number
 from temper_engine_api.distributed.rendezvous import store_from_environment
 from temper_engine_api.errors import ConfigError, EngineStateError, MessageError
@@ -279,8 +282,9 @@ class ThreadGroup:
     def get(self) -> ProcessGroup:
         """Return the group. The first call is collective and must be on the main thread."""
         if self._group is None:
+            before = list_own_connections()
             self._group = dist.new_group(backend="gloo", timeout=self._timeout)
-            mark_background_group(self._group)
+            mark_background_group(self._group, connections=list_own_connections() - before)
         return self._group
 
     def gather(self, item: ObjectT) -> list[ObjectT]:

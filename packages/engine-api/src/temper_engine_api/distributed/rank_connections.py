@@ -38,7 +38,9 @@ _LOST_CONNECTION = (
     "ncclSystemError",
 )
 """Parts of the messages with which gloo, NCCL and stores report a timeout or a lost peer."""
-_BACKGROUND_GROUPS: "weakref.WeakSet[ProcessGroup]" = weakref.WeakSet()
+_BACKGROUND_GROUPS: "weakref.WeakKeyDictionary[ProcessGroup, set[str]]"
+_BACKGROUND_GROUPS = weakref.WeakKeyDictionary()
+"""Groups that background threads use, and their connections."""
 
 
 def list_groups() -> list[ProcessGroup]:
@@ -81,20 +83,25 @@ def end_interrupted_batches() -> None:
             _LOG.warning("a batch of collectives ended with an error: %s", error)
 
 
-def mark_background_group(group: ProcessGroup) -> None:
-    """Leave out a group from `count_collectives`: a background thread uses it."""
-    _BACKGROUND_GROUPS.add(group)
+def mark_background_group(group: ProcessGroup, *, connections: set[str]) -> None:
+    """Note that a background thread uses a group, which has these of `list_own_connections`."""
+    _BACKGROUND_GROUPS[group] = connections
 
 
-def count_collectives() -> dict[str, int]:
+def list_background_connections() -> set[str]:
+    """Return the connections of all groups that background threads use."""
+    return set[str]().union(*_BACKGROUND_GROUPS.values())
+
+
+def count_collectives(*, in_background: bool = False) -> dict[str, int]:
     """Return the number of collectives that were started, by group and device type.
 
-    Those of background threads are not counted, because threads of two ranks advance independently
-    of the calls of an engine.
+    Those of background threads are counted apart, because threads of two ranks advance
+    independently of the calls of an engine.
     """
     counts = {}
     for group in list_groups():
-        if group in _BACKGROUND_GROUPS:
+        if (group in _BACKGROUND_GROUPS) != in_background:
             continue
         for device in group._device_types:
             # torch has no public accessor for this number, and no stub for the private one.

@@ -36,6 +36,10 @@ start at its next call of `init_model`, which raises RankFailedError. The engine
 same number on all ranks. If the default group was created by other code and its store is used
 again, the numbers stay different: start new processes.
 
+Threads that save in the background have their own group and their own `RankFailures`. A failure
+between two collectives of a save breaks only that group. The engine can be used further, but not to
+save in the background.
+
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. The
 number of collectives does not show which messages are under way, and a stage that waits for a
 message can stop only by closing the connection. With stages a group therefore survives only if no
@@ -145,12 +149,13 @@ class _Part:
     """A write or read of a checkpoint."""
 
     number: int
-    begin: dict[str, int] = field(default_factory=count_collectives)
+    in_background: bool
+    begin: dict[str, int]
     """Collectives at its begin. They may differ between ranks: gloo also counts messages."""
 
     def count_collectives(self) -> dict[str, int]:
         """Return the number of collectives since the begin, as the function of the same name."""
-        counts = count_collectives()
+        counts = count_collectives(in_background=self.in_background)
         return {name: count - self.begin.get(name, 0) for name, count in counts.items()}
 
 
@@ -169,6 +174,7 @@ class RankFailures:
         world_size: int,
         watches: bool = False,
         group: _GroupFailure | None = None,
+        background_prefix: str | None = None,
     ) -> None:
         """Join the other ranks, without waiting for them.
 
@@ -180,17 +186,20 @@ class RankFailures:
                 an exception. Then a thread looks for declarations, and so does the end of each
                 call.
             group: Failure of the default group if it exists; None if it is created later.
+            background_prefix: Prefix of keys if these are the failures of saving threads.
         """
         self._store = store
         self._rank = rank
         self._world_size = world_size
         self._has_stages = False
         self._watches = watches
-        self._before_start: set[str] | None = list_own_connections()
+        self._in_background = background_prefix is not None
+        self._before_start = None if self._in_background else list_own_connections()
         """Connections at the begin of `init_model`; None after its end."""
         # Ranks build their engines in the same order, so they agree on this number.
-        engine_number = store.add(f"{_PREFIX}/engines/{rank}", 1)
-        self._prefix = f"{_PREFIX}/{engine_number}"
+        self._prefix = background_prefix or (
+            f"{_PREFIX}/{store.add(f'{_PREFIX}/engines/{rank}', 1)}"
+        )
         self._group = group or _GroupFailure.make_for_next_group(store, rank=rank)
         self._num_calls = [0]
         """Calls so far; inside of a call, those in it so far come last."""
@@ -215,6 +224,23 @@ class RankFailures:
             group=group,
         )
         failures.group_joined()
+        return failures
+
+    def join_in_background(self, connections: set[str]) -> "RankFailures":
+        """Return the failures of the engine's saving threads. They leave its other calls alone.
+
+        Args:
+            connections: Connections of the group that these threads use.
+        """
+        prefix = f"{self._prefix}/background"
+        failures = RankFailures(
+            self._store,
+            rank=self._rank,
+            world_size=self._world_size,
+            group=_GroupFailure(store=self._store, declaration_key=f"{prefix}/declared"),
+            background_prefix=prefix,
+        )
+        failures.publish_connections(connections)
         return failures
 
     def group_joined(self) -> None:
@@ -379,8 +405,7 @@ class RankFailures:
             RankFailedError: If another rank left a collective of the call.
         """
         with self.report_failure(call, only=ends_at_once):
-            self._num_parts += 1
-            part, has_ended = _Part(number=self._num_parts), threading.Event()
+            part, has_ended = self._begin_part(), threading.Event()
             watcher = threading.Thread(
                 target=self._watch_part, args=(part, has_ended), name="part-failures", daemon=True
             )
@@ -401,6 +426,11 @@ class RankFailures:
                 has_ended.set()
                 if watcher.is_alive():
                     watcher.join()
+
+    def _begin_part(self) -> "_Part":
+        self._num_parts += 1
+        counts = count_collectives(in_background=self._in_background)
+        return _Part(number=self._num_parts, in_background=self._in_background, begin=counts)
 
     def _part_keys(self, number: int) -> list[str]:
         return [f"{self._prefix}/part/{number}/end/{rank}" for rank in range(self._world_size)]
@@ -476,7 +506,8 @@ class RankFailures:
             where: Call and position, for messages.
             begin: Result of `take_event_number` when the call began; None is now.
         """
-        end_interrupted_batches()
+        if not self._in_background:  # the batch that is open may be the main thread's
+            end_interrupted_batches()
         reported_at = getattr(error, _REPORTED_AT, 0)
         # An exception can be raised again in a later call, for example by a cached loader.
         is_reported = reported_at > (take_event_number() if begin is None else begin)
@@ -500,8 +531,13 @@ class RankFailures:
         self._leave_broken_group(failure)
         # A collective that the watching thread has aborted ends without a result. So any later
         # error may come from what it did not write, such as the shape of the next message.
-        is_consequence = has_lost_connection(error) or (was_broken and isinstance(error, Exception))
-        if is_consequence and not failure.startswith(f"rank {self._rank} "):
+        is_own = failure.startswith(f"rank {self._rank} ")
+        is_consequence = (
+            was_broken or not is_own
+            if has_lost_connection(error)
+            else was_broken and not is_own and isinstance(error, Exception)
+        )
+        if is_consequence:
             raise RankFailedError(self._group.broken) from error
         error.add_note(str(self._group.broken))
 
@@ -515,7 +551,7 @@ class RankFailures:
             call_numbers=self._num_calls[:-1] or self._num_calls[:],
             where=where,
             message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
-            num_collectives=count_collectives(),
+            num_collectives=count_collectives(in_background=self._in_background),
             may_have_messages=self._may_have_messages,
             has_lost_connection=has_lost_connection(error),
         )
@@ -580,13 +616,18 @@ class RankFailures:
         with self._group.breaking:  # the watching thread may arrive here at the same time
             if self._group.broken is not None:
                 return
-            self._group.broken = (
-                f"{failure.rstrip('.')}. The connections between the ranks are closed, so this "
-                "engine can't be used any more: close() it, destroy the default process group if "
-                "the engine did not create it, and build a new engine on every rank."
+            advice = (
+                "between the threads that save in the background are closed: save without "
+                "in_background, or build a new engine on every rank."
+                if self._in_background
+                else "between the ranks are closed, so this engine can't be used any more: close() "
+                "it, destroy the default process group if the engine did not create it, and build "
+                "a new engine on every rank."
             )
+            self._group.broken = f"{failure.rstrip('.')}. The connections {advice}"
             engines = list(self._group.engines)
-        abort_device_collectives()
+        if not self._in_background:
+            abort_device_collectives()
         # Another rank may be ahead, and wait in a collective of the group's next engine.
         close_connections(set[str]().union(*(engine._other_ends() for engine in engines)))
 

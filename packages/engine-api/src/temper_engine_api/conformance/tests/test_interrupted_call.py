@@ -1,4 +1,4 @@
-"""Conformance tests of exceptions outside of training calls: in a mode, a move, a load, a build.
+"""Conformance tests of exceptions outside of training calls: in a mode, move, save, load, build.
 
 If one rank raises, every other one names it and its message within 10 s. If all raise, the engine
 continues, but not with incomplete gradients or weights.
@@ -7,11 +7,13 @@ continues, but not with incomplete gradients or weights.
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, NoReturn
 
 import pytest
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
@@ -158,6 +160,46 @@ def fail_to_move(rank: Rank, *, setup: EngineSetup, culprit: int) -> RankOutcome
     return RankOutcome(
         error=str(caught.value), time_s=time.time(), failed_s=failed_s if is_culprit else 0.0
     )
+
+
+@pytest.mark.if_claimed(Capability.BACKGROUND_SAVE)
+def test_other_ranks_report_a_rank_that_fails_in_a_background_save(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
+) -> None:
+    """If a saving thread raises, the threads of the other ranks name it; the engine trains on."""
+    if engine_under_test.world_size == 1:
+        return
+    outcomes = engine_under_test.run(
+        fail_in_background_save,
+        setup=oracle.make_setup(QWEN2_GROUPED),
+        folder=tmp_path,
+        culprit=engine_under_test.world_size - 1,
+    )
+    assert_reported(outcomes, message=MESSAGE)
+
+
+def fail_in_background_save(
+    rank: Rank, *, setup: EngineSetup, folder: Path, culprit: int
+) -> RankOutcome:
+    """Raise on one rank's saving thread, before a collective in which the others wait."""
+    engine = rank.temporary_engine(setup)
+    failed_s = 0.0
+
+    def run_out_of_memory(item: object) -> NoReturn:
+        nonlocal failed_s
+        failed_s = time.time()
+        raise MemoryError(MESSAGE)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rank_failures, "AGREEMENT_S", SHORT_AGREEMENT_S)
+        if rank.index == culprit:
+            patch.setattr(engine, "_gather_in_background", run_out_of_memory)
+        engine.save_checkpoint(str(folder), global_step=1, in_background=True)
+        with pytest.raises((MemoryError, RankFailedError)) as caught:
+            engine.finish_saving()
+        time_s = time.time()
+    engine.gather_objects(rank.index)
+    return RankOutcome(error=str(caught.value), time_s=time_s, failed_s=failed_s)
 
 
 @pytest.mark.parametrize("failure", ["missing_model", "after_building"])
