@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from temper_engine_api.checkpoint import ENGINE_PART, find_step
 from temper_engine_api.weights import TrainingState
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DistCheckpoint
 from temper_legacy_shim.checkpoints.files.lazy import as_torch
-from temper_legacy_shim.checkpoints.huggingface.joined_experts import split
 
 
 def read_training_state(directory: Path) -> Iterator[TrainingState]:
@@ -20,7 +21,7 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
         kind, _, name = key.partition(".")
         if kind == "parameter":
             sides = (
-                split(name, each)
+                _separate_experts(name, as_torch(each))
                 for each in (
                     tensor,
                     tensors[f"first_moment.{name}"],
@@ -31,8 +32,20 @@ def read_training_state(directory: Path) -> Iterator[TrainingState]:
             for (part, master), (_, first), (_, second) in zip(*sides, strict=True):
                 yield TrainingState(
                     name=part,
-                    master=as_torch(master),
-                    first_moment=as_torch(first),
-                    second_moment=as_torch(second),
+                    master=master,
+                    first_moment=first,
+                    second_moment=second,
                     update_count=count,
                 )
+
+
+def _separate_experts(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor by names in files: joined experts [E, rows, columns] one by one."""
+    prefix, _, kind = name.rpartition(".")
+    if not prefix.endswith(".experts"):
+        yield name, tensor
+        return
+    kinds = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[kind]
+    for expert, matrices in enumerate(tensor):
+        for part, matrix in zip(kinds, matrices.chunk(len(kinds)), strict=True):
+            yield f"{prefix}.{expert}.{part}.weight", matrix

@@ -3,19 +3,16 @@
 transformers stores them in this way since 5.0.
 
 In: tensors by the names that old models and Hugging Face files have, one for each expert. Out: the
-same numbers by the names that an FSDP engine's step directory has, gate above up projection; and
-back.
+same numbers by the names that an FSDP engine's step directory has, gate above up projection.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from temper_legacy_shim.checkpoints.files.dtypes import Block, Dtype
 from temper_legacy_shim.checkpoints.files.lazy import (
-    Element,
     LazyTensor,
-    Rows,
     Shape,
     concatenated,
     num_rows,
@@ -29,7 +26,6 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
 """Matrices of each expert in row order."""
 _ALIASES: Mapping[str, str] = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight")
-_JOINED = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,22 +114,6 @@ def joined_counts(counts: Mapping[str, int]) -> dict[str, int]:
     for name, count in counts.items():
         result[to_memory_name(name)] = max(count, result.get(to_memory_name(name), 0))
     return result
-
-
-def split(name: str, tensor: LazyTensor) -> Iterator[tuple[str, LazyTensor]]:
-    """Yield a tensor by names in files: joined experts in parts, others unchanged."""
-    match = _JOINED.fullmatch(name)
-    if match is None:
-        yield name, tensor
-        return
-    kinds = _PARTS[match[2]]
-    rows = tensor.shape[1] // len(kinds)
-    for expert in range(num_rows(tensor.shape)):
-        for part, kind in enumerate(kinds):
-            yield (
-                f"{match[1]}.{expert}.{kind}.weight",
-                Rows(Element(tensor, expert), ((part * rows, (part + 1) * rows),)),
-            )
 
 
 @dataclass(frozen=True)
