@@ -147,8 +147,6 @@ def test_overlong_prompt_is_refused_by_name_or_dropped_and_counted(
         DataError, match=r"file:1: the prompt has 7 tokens, but data.max_prompt_tokens is 5"
     ):
         encode_prompts(rows, tokenizer, short)
-    with pytest.raises(DataError, match=r"is 5: raise it, or remove the row"):
-        encode_prompts(rows, tokenizer, replace(short, streaming=True))
     prompts, num_dropped = encode_prompts(rows, tokenizer, replace(short, overlong_prompts="drop"))
     assert ([prompt.prompt_id for prompt in prompts], num_dropped) == ([0, 2], 1)
     demonstrations, num_dropped = encode_demonstrations(

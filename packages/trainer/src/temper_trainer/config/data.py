@@ -406,6 +406,13 @@ def find_data_conflicts(
         yield from _find_mapping_conflicts(data)
 
 
+def describe_overlong_remedies(data: DataConfig) -> str:
+    """Return what to do about a row that is longer than a limit."""
+    # Tasks rl and distill refuse to drop streamed rows, see `_find_mapping_conflicts`.
+    where = ", in task sft," if data.streaming else ""
+    return f"raise it, remove the row, or{where} set data.overlong_prompts to drop"
+
+
 def _find_mapping_conflicts(data: DataConfig) -> Iterator[str]:
     """Yield what tasks rl and distill need all rows for, so that they cannot stream them."""
     source = data.train

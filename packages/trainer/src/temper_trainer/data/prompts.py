@@ -9,7 +9,7 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
-from temper_trainer.config.data import DataConfig
+from temper_trainer.config.data import DataConfig, describe_overlong_remedies
 from temper_trainer.data.conversations import encode_conversation, render_messages
 from temper_trainer.data.loss_weights import give_token_weights
 from temper_trainer.data.rows import ChatMessage, DataError, PairRow, PreferenceRow, Row
@@ -154,11 +154,10 @@ def _fits(prompt: Prompt, *, config: DataConfig) -> bool:
     if config.overlong_prompts == "drop":
         return False
     kind = "prompt" if length == len(prompt.tokens) else "teacher's prompt"
-    # Tasks rl and distill cannot drop streamed prompts.
-    remedy = "remove the row" if config.streaming else "set data.overlong_prompts to drop"
     raise DataError(
         f"{prompt.location}: the {kind} has {length} tokens, but "
-        f"data.max_prompt_tokens is {config.max_prompt_tokens}: raise it, or {remedy}."
+        f"data.max_prompt_tokens is {config.max_prompt_tokens}: "
+        f"{describe_overlong_remedies(config)}."
     )
 
 

@@ -17,7 +17,7 @@ from temper_trainer.batching.samples import (
 )
 from temper_trainer.batching.step_plan import RoleLayout, StepPlan, plan_step
 from temper_trainer.config.algorithm import BatchingConfig
-from temper_trainer.config.data import DataConfig
+from temper_trainer.config.data import DataConfig, describe_overlong_remedies
 from temper_trainer.data.rows import DataError
 from temper_trainer.loops.rl_step import run_forward
 from temper_trainer.runtime.worker_group import WorkerGroup
@@ -66,7 +66,7 @@ def keep_fitting(
         elif config.overlong_prompts == "error":
             raise DataError(
                 f"{longest.prompt.location}: prompt and solution have {length} tokens, but "
-                f"{key} is {limit}: raise it, remove the row, or set data.overlong_prompts to drop."
+                f"{key} is {limit}: {describe_overlong_remedies(config)}."
             )
     if must_keep and examples and not kept:
         raise DataError(

@@ -105,6 +105,9 @@ def test_prompt_that_leaves_too_few_positions_for_a_completion_is_refused(
         f"data.train: {tmp_path}/rows.jsonl:2: the prompt has 3 tokens and sampling.max_tokens is "
         f"22, but the model in {tmp_path}/model has 24 positions"
     ) in str(caught.value)
+    streamed = [*taken, "sampling.max_tokens=22", "data.streaming=true", "run.total_steps=1"]
+    with pytest.raises(ConfigError, match=r"lower sampling\.max_tokens, or remove the row\."):
+        check_first_rows(load(streamed).config)
 
 
 def test_demonstration_that_the_model_cannot_train_is_refused(settings: Settings) -> None:
@@ -129,6 +132,17 @@ def test_rows_that_may_be_dropped_are_refused_only_if_there_are_no_others(
     few = settings(*["one two three"] * 99)
     assert "all 99 prompts are longer than data.max_prompt_tokens" in refusal([*few, *dropping])
     check_first_rows(load([*settings(*["one two three"] * 100), *dropping]).config)
+
+
+def test_remedies_for_long_rows_are_accepted_with_streaming(settings: Settings) -> None:
+    streamed = [*settings("one two three"), "data.streaming=true", "run.total_steps=1"]
+    remedy = "raise it, remove the row, or, in task sft, set data.overlong_prompts to drop."
+    prompts = [*streamed, "data.max_prompt_tokens=2"]
+    assert f"data.max_prompt_tokens is 2: {remedy}" in refusal(prompts)
+    streamed.remove("warm_start=null")
+    lengths = ["data.max_prompt_tokens=3", "sampling.max_tokens=1", "batching.max_tokens=4"]
+    demonstrations = [*streamed, *lengths, "warm_start.data=null"]
+    assert f"batching.max_tokens is 4: {remedy}" in refusal(demonstrations)
 
 
 def save_step(run: Path, *, texts: list[str]) -> None:

@@ -172,12 +172,17 @@ def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) 
     if positions is None or limit_key not in limits:
         return
     limit = limits[limit_key]
+    # A task with a sampler refuses to drop streamed prompts.
+    remedy = (
+        "remove the row"
+        if config.data.streaming
+        else "drop such prompts with data.max_prompt_tokens and data.overlong_prompts"
+    )
     for prompt in prompts:
         if len(prompt.tokens) + limit > positions:
             yield (
                 f"{key}: {prompt.location}: the prompt has {len(prompt.tokens)} tokens and "
                 f"{limit_key} is {limit}, but the model in {config.actor.engine.model.path} has "
-                f"{positions} positions: lower {limit_key}, or drop such prompts with "
-                "data.max_prompt_tokens and data.overlong_prompts."
+                f"{positions} positions: lower {limit_key}, or {remedy}."
             )
             return  # one is enough
