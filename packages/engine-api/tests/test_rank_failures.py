@@ -417,6 +417,19 @@ def test_failed_write_breaks_the_group_only_if_another_rank_waits(
     run_ranks(fail_to_write_on_one_of_three, str(tmp_path), num_collectives, num_ranks=3)
 
 
+def test_rank_whose_saving_thread_had_ended_learns_of_a_failed_one() -> None:
+    store = dist.HashStore()
+    first, second = (
+        RankFailures(store, rank=rank, world_size=2).join_in_background(set()) for rank in range(2)
+    )
+    second._leave_broken_group(second._declare("rank 1 raised in the write"))
+    first.check()
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 raised in the write.* without in_background"
+    ):
+        first.check_store()
+
+
 def test_ends_of_earlier_parts_are_deleted() -> None:
     store = dist.HashStore()
     failures = RankFailures(store, rank=0, world_size=2)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.distributed import rank_failures
 from temper_engine_api.distributed.process_group import ThreadGroup, gather_objects
-from temper_engine_api.errors import CheckpointError, RankFailedError
+from temper_engine_api.errors import CheckpointError, EngineStateError, RankFailedError
 from temper_engine_api.topology import Axis, Topology
 
 from .conftest import BigramConfig, BigramEngine
@@ -245,7 +245,7 @@ def fail_in_background_on_one(
     # The save is lost, but not the engine.
     assert engine.gather_objects(rank) == [0, 1]
     engine.run_between_collectives = lambda: None  # type: ignore[method-assign]
-    with pytest.raises(RankFailedError, match=r"injected.* save without in_background"):
+    with pytest.raises(EngineStateError, match=r"injected.* save without in_background"):
         call(engine, folder)
     save(engine, folder)
     dist.destroy_process_group()

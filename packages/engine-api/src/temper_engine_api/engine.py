@@ -38,6 +38,7 @@ from temper_engine_api.errors import (
     CheckpointError,
     ConfigError,
     EngineStateError,
+    RankFailedError,
     WeightError,
 )
 from temper_engine_api.hooks import (
@@ -1129,7 +1130,11 @@ class BaseEngine(ReportedCalls, ABC):
         """Copy the state to host memory for a saving thread, which reports a failed write."""
         failures, connections = self._rank_failures, list_background_connections()
         if self._background_failures is not None:
-            self._background_failures.check()
+            try:
+                self._background_failures.check_store()
+            except RankFailedError as error:
+                # Reported to the other ranks, as a RankFailedError would not be.
+                raise EngineStateError(str(error)) from error
         with self._loaded("update"):
             staged = self._stage(self._stage_state())
         if failures is not None and self._background_failures is None:

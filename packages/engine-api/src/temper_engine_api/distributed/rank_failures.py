@@ -307,6 +307,11 @@ class RankFailures:
         if self._group.broken is not None:
             raise RankFailedError(self._group.broken)
 
+    def check_store(self) -> None:
+        """Check like `check`, and also whether another rank has declared the group broken."""
+        self._learn_or_lose_store()
+        self.check()
+
     def set_position(self, position: str) -> None:
         """Set the position within the call, such as ` at micro-batch 2 of 3`, for messages."""
         self._position = position
