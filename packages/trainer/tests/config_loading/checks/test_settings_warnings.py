@@ -165,9 +165,46 @@ def test_rows_of_all_sources_and_formats_are_counted(
 def test_evaluation_on_training_data_is_a_warning(
     settings: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
+    (tmp_path / "x").mkdir()
     held_out = ["+data.eval.name=jsonl", f"+data.eval.paths=[{tmp_path}/x/../rows.jsonl]"]
     (message,) = list_warnings(caplog, [*settings, *held_out])
     assert message.startswith(f"data.eval reads {tmp_path}/x/../rows.jsonl, which data.train train")
+
+
+def test_data_whose_answers_are_all_empty_is_a_warning(
+    settings: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def write(answers: list[str]) -> None:
+        rows = [{"question": "1 + 1?", "answer": answer} for answer in answers]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    held_out = ["+data.eval.name=jsonl", f"+data.eval.paths=[{tmp_path}/rows.jsonl]"]
+    evaluation = ["experiment=quickstart", "warm_start=null", "~data.train", "~data.eval"]
+    runs = {
+        "data.train: field 'answer' is empty in all of the first 20 rows, so rewards": settings,
+        "data.train: field 'answer' is empty in all of the first 20 rows, so the model learns": [
+            *settings,
+            "task=sft",
+        ],
+        "data.eval: field 'answer' is empty in all": [*evaluation, *held_out, "task=eval"],
+    }
+    for start, overrides in runs.items():
+        write(["", " \n"] * 10)
+        (message,) = list_warnings(caplog, overrides)
+        assert message.startswith(start)
+        write([""] * 19 + ["2"])
+        assert list_warnings(caplog, overrides) == []
+
+
+def test_answers_that_no_one_reads_may_be_empty(
+    settings: list[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    messages = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    row = {"question": "1 + 1?", "answer": "", "messages": messages}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 20)
+    conversations = [*settings, "task=sft", "+data.train.messages_key=messages"]
+    assert list_warnings(caplog, conversations) == []
+    assert list_warnings(caplog, [*settings, "task=generate"]) == []
 
 
 def test_epoch_of_less_than_a_step_is_refused_in_the_words_of_the_run(settings: list[str]) -> None:

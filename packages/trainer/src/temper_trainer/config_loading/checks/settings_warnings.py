@@ -9,7 +9,7 @@ from temper_trainer.config.data import FileSource
 from temper_trainer.config.environment import BUILT_IN_ENVIRONMENTS, load_environment_class
 from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.checks.data_files import count_training_rows
+from temper_trainer.config_loading.checks.data_files import count_training_rows, read_first_rows
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
 from temper_trainer.reward.registry import find_rewards, iterate_selected_rewards
 from temper_trainer.settings.variants import Custom
@@ -47,6 +47,7 @@ def warn_about_judges(config: TrainerConfig) -> None:
 
 def warn_about_settings(config: TrainerConfig) -> None:
     """Log a warning for models that do not learn, and for agents that may end the run."""
+    _warn_about_empty_answers(config)
     if config.task in INFERENCE_TASKS:
         return
     if config.task == "rl" and not config.algorithm.has_equal_token_advantages:
@@ -156,6 +157,32 @@ def _warn_about_data(config: TrainerConfig) -> None:
                     path,
                     train_key,
                 )
+
+
+def _warn_about_empty_answers(config: TrainerConfig) -> None:
+    """Log a warning for each source without any answer, if the task reads answers."""
+    if config.task not in ("rl", "sft", "eval"):  # dpo and rm refuse them, the others read none
+        return
+    effect = (
+        "the model learns to end at once"
+        if config.task == "sft"
+        else "rewards have nothing to compare with (ignore this if yours reads no answer)"
+    )
+    for key, source in config.data.sources.items():
+        # A conversation has no field with an answer.
+        if not isinstance(source, FileSource) or source.messages_key is not None:
+            continue
+        rows = read_first_rows(source, kind=None).rows
+        if rows and not any(row.answer.strip() for row in rows):
+            logger.warning(
+                "%s: field %r is empty in all of the first %d rows, so %s: correct the rows, or "
+                "set %s.answer_key to the field with the answers",
+                key,
+                source.answer_key,
+                len(rows),
+                effect,
+                key,
+            )
 
 
 def _warn_about_branches(config: TrainerConfig) -> None:
