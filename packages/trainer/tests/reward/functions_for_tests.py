@@ -70,8 +70,8 @@ def has_torch(prompt: Prompt, completion_text: str) -> float:
 
 
 def leave(prompt: Prompt, completion_text: str) -> float:
-    """End the process as a script would."""
-    raise SystemExit(3)
+    """End the process as a script or a user would."""
+    raise SystemExit(3) if completion_text == "exit" else KeyboardInterrupt
 
 
 def hang(prompt: Prompt, completion_text: str) -> float:

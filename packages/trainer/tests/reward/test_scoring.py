@@ -331,8 +331,9 @@ def test_slow_calls_after_hanging_ones_are_not_made_at_once() -> None:
 def test_function_that_exits_is_an_exception_and_no_timeout(num_workers: int) -> None:
     config = replace(PATIENT, function="functions_for_tests:leave", num_workers=num_workers)
     with Scorer(config) as scorer:
-        (score,) = scorer.score(items("1"))
-    assert score.failure == "exception: SystemExit: 3 (prompt 0, file:0)"
+        exited, interrupted = scorer.score(items("exit", "interrupt"))
+    assert exited.failure == "exception: SystemExit: 3 (prompt 0, file:0)"
+    assert interrupted.failure == "exception: KeyboardInterrupt (prompt 1, file:1)"
 
 
 def test_first_timeout_of_a_batch_is_reported_at_once(caplog: pytest.LogCaptureFixture) -> None:

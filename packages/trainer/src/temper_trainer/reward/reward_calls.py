@@ -101,17 +101,14 @@ class RewardCall:
         prompt, text = item
         try:
             value: object = self.function(prompt, text, **self.arguments)
-        except KeyboardInterrupt:
-            raise
         # A user's function may raise anything, also SystemExit, which would end the thread without
-        # a word; each failure is counted and shown.
+        # a word; each failure is counted and shown. A KeyboardInterrupt is the function's own:
+        # Ctrl-C reaches neither threads nor worker processes.
         except BaseException as error:  # noqa: BLE001
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
             return Outcome(
                 kind=FailureKind.EXCEPTION,
-                message=(
-                    f"{type(error).__name__}: {error} (prompt {prompt.prompt_id}, "
-                    f"{prompt.location})"
-                ),
+                message=f"{reason} (prompt {prompt.prompt_id}, {prompt.location})",
                 trace=traceback.format_exc(),
             )
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
