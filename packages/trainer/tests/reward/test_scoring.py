@@ -309,6 +309,16 @@ def test_function_that_hangs_after_a_slow_call_costs_three_timeouts() -> None:
         assert time.monotonic() - begin < 0.15 + 4 * config.timeout_s
 
 
+def test_function_that_hangs_after_fast_calls_costs_three_timeouts() -> None:
+    config = replace(PATIENT, timeout_s=0.5, max_failure_fraction=0.1)
+    with Scorer(config) as scorer:
+        begin = time.monotonic()
+        # Two calls one by one, although more failures are accepted, and then 11 at once.
+        with pytest.raises(RewardFailureError, match=r"13 of 120 calls .* \(13 timeout\)"):
+            scorer.score(items(*["1"] * 60, *["hang"] * 60))
+        assert time.monotonic() - begin < 4 * config.timeout_s
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_batch_after_an_early_stop_gets_its_own_rewards(num_workers: int) -> None:
     with Scorer(replace(PATIENT, num_workers=num_workers, max_failure_fraction=0.5)) as scorer:

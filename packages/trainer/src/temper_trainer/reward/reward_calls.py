@@ -132,6 +132,8 @@ def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:
     )
 
 
+_MIN_TIMEOUTS_OF_SUSPICION = 2
+"""Timeouts in a row after which more calls are made at once, although these are accepted."""
 _MIN_TIMEOUTS_OF_HANG = 3
 """Timeouts in a row after which the function is taken to hang, however slow its results were."""
 
@@ -168,12 +170,13 @@ class CallRound:
     def choose_num_calls(self, usual: int) -> int:
         """Return how many calls may run at a time.
 
-        That is the usual number until more calls fail than accepted. From then on it is the number
-        of failures that would stop the run. So if the function hangs, the run stops after one more
-        ``timeout_s`` and does not wait once per call. After a slow call that returned, it stops
-        after two more.
+        That is the usual number until more calls fail than accepted, or two in a row time out. From
+        then on it is the number of failures that would stop the run. So if the function hangs, the
+        run stops after one more ``timeout_s`` and does not wait once per call. After a slow call
+        that returned, it stops after two more.
         """
-        if self._num_failures * self.num_items <= self._max_failures * self.num_called:
+        is_accepted = self._num_failures * self.num_items <= self._max_failures * self.num_called
+        if is_accepted and self._num_timeouts_in_row < _MIN_TIMEOUTS_OF_SUSPICION:
             return usual
         num_calls = self._max_failures + 1 - self._num_failures
         if self._slowest_s > 0 and self._num_timeouts_in_row < _MIN_TIMEOUTS_OF_HANG:
