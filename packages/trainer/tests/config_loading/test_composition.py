@@ -130,11 +130,19 @@ def test_unknown_choice_lists_the_choices() -> None:
                 'write \'run.trackers=["k=1","b"]\'.'
             ),
         ),
-        ("run.dir=${a", "cannot parse 'run.dir=${a' on the command line"),
+        (
+            "run.trackers=[a{b]",
+            "cannot parse 'run.trackers=[a{b]' on the command line: write 'run.trackers=[\"a{b\"]'",
+        ),
+        ("run.dir=${a", "cannot parse 'run.dir=${a' on the command line: "),
         # In quotes, these would become text, which is not what was meant.
         (
             "run.dir={a=1}",
             "cannot parse 'run.dir={a=1}' on the command line: no viable alternative at input",
+        ),
+        (
+            "run.trackers=[k=1,{a=1}]",
+            "cannot parse 'run.trackers=[k=1,{a=1}]' on the command line: no viable alternative",
         ),
         (
             "run.dir=[[a=1],b]",

@@ -220,9 +220,12 @@ def _quote_values(text: str) -> str | None:
     """
     key, _, value = text.partition("=")
     is_list = value.startswith("[") and value.endswith("]")
-    if any(each in value for each in "\"'{") or (is_list and "[" in value[1:]):
+    texts = [each.strip() for each in value[1:-1].split(",")] if is_list else [value]
+    is_nested = any(each.startswith(("{", "[")) for each in texts)
+    # With several texts, a brace may belong to a mapping that was split at a comma.
+    is_split = len(texts) > 1 and "{" in value
+    if is_nested or is_split or any(each in value for each in ('"', "'", "${")):
         return None
-    texts = value[1:-1].split(",") if is_list else [value]
     joined = ",".join(f'"{each.strip()}"' for each in texts)
     quoted = f"{key}=[{joined}]" if is_list else f"{key}={joined}"
     try:
