@@ -6,8 +6,9 @@ capabilities. Order of calls: `init_model`, `set_loss_fn`, then for each update
 `optimizer_zero_grad`, forward and backward passes, `optimizer_step`, `lr_scheduler_step`. Gradients
 are reduced across ranks exactly once per update.
 
-An exception in a training call marks the update as failed. `optimizer_zero_grad` then discards it
-by `_discard_update`, and nothing else continues. `rank_failures` describes what the other ranks do.
+An exception in a training call marks the update as failed. Call `optimizer_zero_grad` to discard it
+with `_discard_update` and to start the next one; other training calls raise until then.
+`rank_failures` describes how the other ranks learn of the exception.
 """
 
 import itertools
@@ -109,8 +110,8 @@ class BaseEngine(ReportedCalls, ABC):
     def check_model(cls, config: EngineConfig) -> None:
         """Check that model, adapter and optimizer can be built, without weights or process groups.
 
-        `temper-train --check` calls it, on a machine that may have no accelerator. By default
-        nothing is checked. An engine that overrides it raises the errors of its `init_model`.
+        `temper-train --check` calls it, on a machine that may have no accelerator. The default
+        checks nothing. An override raises the same errors as `init_model`.
 
         Raises:
             ConfigError: If the architecture is invalid, the adapter names no module of it, or the
@@ -135,7 +136,7 @@ class BaseEngine(ReportedCalls, ABC):
                 "init_model() was called before, and an engine is initialized only once: construct "
                 "another one."
             )
-        # Parameters that are made in inference mode can never be trained.
+        # Parameters created in inference mode can never be trained.
         is_inference = torch.is_inference_mode_enabled()
         with (
             torch.inference_mode(mode=False) if is_inference else nullcontext(),
@@ -143,7 +144,7 @@ class BaseEngine(ReportedCalls, ABC):
         ):
             self.require(*find_required_capabilities(self.config))
             topology = self._build()
-            # An engine may create its group without join_default_group.
+            # For engines that create their process group without join_default_group.
             start.failures = start.failures or RankFailures.join()
             if start.failures is not None:
                 self._meet_other_ranks(start.failures)
@@ -153,10 +154,10 @@ class BaseEngine(ReportedCalls, ABC):
 
     def _meet_other_ranks(self, failures: RankFailures) -> None:
         try:
-            # The failure is reported before close() destroys the groups whose collectives it counts
-            # and, with NCCL, aborts.
+            # Report before close() destroys the groups: a report counts their collectives and, with
+            # NCCL, aborts them.
             with failures.report_failure("init_model()"):
-                # A rank that waits for a connection can't learn that the other rank has failed.
+                # Wait first, because a rank can't learn of a failure while it is connecting.
                 failures.wait_for_arrivals("build", timeout_s=self.config.collective_timeout_s)
                 self._connect_ranks()
         except BaseException:
@@ -345,7 +346,7 @@ class BaseEngine(ReportedCalls, ABC):
         loss = self._loss_fn if self._objective is None else self._objective
         if loss is None and not forward_only:
             raise EngineStateError("there is no loss function: call set_loss_fn() before training.")
-        # The RFC's calls do not say which is the last, so the optimizer step reduces.
+        # This interface does not mark the last call, so optimizer_step reduces the gradients.
         with self._record_call(forward_only=forward_only, final=False):
             if preprocess_fn is not None:
                 batch, ctx = preprocess_fn(batch, ctx)
@@ -376,16 +377,16 @@ class BaseEngine(ReportedCalls, ABC):
             if forward_only:
                 predictions = step.postprocess_outputs(head_outputs)
                 return (predictions if returns_outputs else None), step.ctx
-            # Each rank has its contribution to the mean, so the sum across ranks is the loss.
+            # A rank's total is its contribution to the mean, so sum across ranks to get the loss.
             value = self._sum_over_data_parallel(step.total)
             return (step.predictions if returns_outputs else None), value, step.ctx
 
     def optimizer_zero_grad(self) -> None:
         """Reset gradients and start an update.
 
-        If a call of the last update raised an exception, this discards the call's gradients and
-        other effects. The next update then gives the result that it would give without the failed
-        update, except that dropout has used random numbers.
+        If a call of the last update raised an exception, this also discards the call's gradients
+        and other effects. The next update then gives the same result as without the failed update,
+        except that dropout has used random numbers.
 
         Raises:
             RankFailedError: If a rank raised and the process group did not survive.
@@ -417,10 +418,10 @@ class BaseEngine(ReportedCalls, ABC):
             if cycle.has_unreduced_gradients:
                 with cycle.record_training_call(result=GradientState.REDUCED):
                     self._reduce_pending_gradients()
-            # Recorded separately: only an exception in this call can leave changed parameters.
+            # Record this separately, because only exceptions in here can leave changed parameters.
             with cycle.record_training_call(result=GradientState.APPLIED):
                 norm = self._apply_gradients(lr=self.current_lr) if cycle.trains_something else 0.0
-            # Before the state is offloaded: if that raises, the parameters have changed already.
+            # Finish before offloading: if that raises, the parameters have changed already.
             cycle.finish(norm, max_consecutive_skips=optimizer.max_consecutive_skips)
         return norm
 
@@ -433,7 +434,7 @@ class BaseEngine(ReportedCalls, ABC):
         if self._topology is None:
             raise EngineStateError("lr_scheduler_step() needs a model: call init_model() first.")
         self._update_cycle.check_not_failed()
-        # A skipped update did not change the weights, so the next one is tried at the same rate.
+        # A skipped update did not change the weights, so use the same rate for the next one.
         if self.last_update is None or self.last_update.outcome == "stepped":
             self.num_schedule_steps += 1
         return self.current_lr
@@ -493,8 +494,7 @@ class BaseEngine(ReportedCalls, ABC):
         """
         topology = self.topology
         if self._objective is not None:
-            # Prepare before the batch is divided, because statistics of the mini-batch need all its
-            # samples.
+            # Prepare before dividing the batch, because mini-batch statistics need all samples.
             batch = batch.with_columns(self._objective.prepare(batch, seed=seed))
         plan = plan_mini_batch(
             batch.lengths.tolist(),
@@ -541,7 +541,7 @@ class BaseEngine(ReportedCalls, ABC):
     def disable_adapter(self) -> Iterator[None]:
         """Disable the adapter, so that forward passes compute the reference policy.
 
-        Inside the context, base model weights are exported. A backward pass inside it
+        Inside the context, `export_weights` returns the base model's weights, and a backward pass
         raises EngineStateError.
 
         Raises:
@@ -580,7 +580,7 @@ class BaseEngine(ReportedCalls, ABC):
         self._require_adapter()
         with (
             self._load_to_change("eval"),
-            # By their contract these two change no tensor.
+            # `_load_adapter` raises these two before it changes a tensor.
             self._update_cycle.record_load("load_adapter()", harmless=(ConfigError, WeightError)),
         ):
             self._load_adapter(config, tensors)
@@ -600,8 +600,8 @@ class BaseEngine(ReportedCalls, ABC):
         Use it as `with engine.export_weights() as stream`. Tensors are gathered one by one while
         the stream is read. Collective.
 
-        If the body raises on one rank before the stream ends, the other ranks, which wait for it to
-        gather the rest, raise RankFailedError.
+        If the body raises on one rank before the stream ends, the other ranks raise RankFailedError
+        instead of waiting for the next tensor.
 
         Raises:
             EngineStateError: If a step or a load was interrupted, and nothing was loaded since.
@@ -615,8 +615,8 @@ class BaseEngine(ReportedCalls, ABC):
     def load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors by Hugging Face name. Collective; every rank passes the same stream.
 
-        After another exception than WeightError some weights may be replaced and others not.
-        Every call that uses the weights then raises EngineStateError until a load succeeds.
+        Any other exception than WeightError may leave only some of the weights replaced. Calls that
+        use the weights then raise EngineStateError until a load succeeds.
 
         Raises:
             WeightError: If a name is missing, unexpected or repeated, or a shape differs. No weight
@@ -624,7 +624,7 @@ class BaseEngine(ReportedCalls, ABC):
         """
         with (
             self._load_to_change("eval"),
-            # By its contract, which the kit tests, this changes no weight.
+            # The conformance kit tests that a WeightError is raised before any change.
             self._update_cycle.record_load("load_weights()", harmless=(WeightError,)),
         ):
             self._load_weights(stream)
@@ -662,7 +662,7 @@ class BaseEngine(ReportedCalls, ABC):
         self.require(Capability.PORTABLE_STATE)
         with (
             self._load_to_change("update"),
-            # By its contract, which the kit tests, a WeightError changes no tensor.
+            # The conformance kit tests that a WeightError is raised before any change.
             self._update_cycle.record_load(
                 "load_state()", completes=self._saved_loads, harmless=(WeightError,)
             ),
@@ -722,7 +722,7 @@ class BaseEngine(ReportedCalls, ABC):
         """Load the files of `write_part` or `stage_part`, and reset gradients. Collective."""
         with (
             self._load_to_change("update"),
-            # By its contract this changes no tensor.
+            # `_read_state` raises CheckpointError before it changes a tensor.
             self._update_cycle.record_load(
                 "load_checkpoint()", completes=self._saved_loads, harmless=(CheckpointError,)
             ),
@@ -731,8 +731,8 @@ class BaseEngine(ReportedCalls, ABC):
         self._update_cycle.load_state_dict(
             checkpoint.read_json(directory, checkpoint.PROGRESS_FILE)
         )
-        # Gradients belong to the weights before loading. A call of optimizer_zero_grad() would
-        # count on this rank only, if another one fails to read and the group survives.
+        # Gradients of the old weights are useless now. optimizer_zero_grad() can't be used here: it
+        # counts as a call, and a rank that failed to read does not get here to make it.
         self._start_update()
 
     def save_checkpoint(
@@ -747,9 +747,9 @@ class BaseEngine(ReportedCalls, ABC):
         """Save a checkpoint of this engine. Collective.
 
         A background save copies the state to host memory, then writes, commits, uploads and prunes
-        while training continues. At most one save runs at a time: the next one waits for it, so at
-        most the last save can be uncommitted. If it fails, its error is raised by the next
-        `optimizer_step`, save, load, `finish_saving` or `close`.
+        while training continues. A save first waits for the previous one, so only the last one can
+        be uncommitted. If it fails, the next `optimizer_step`, save, load, `finish_saving` or
+        `close` raises its error.
 
         Args:
             local_path: Folder of step directories, on a file system that all ranks share.
@@ -832,10 +832,10 @@ class BaseEngine(ReportedCalls, ABC):
         """Build the model and optimizer, load weights, and join or create the process group."""
 
     def _connect_ranks(self) -> None:
-        """Make the connections between ranks that NCCL makes at their first use. Collective.
+        """Open connections between ranks that NCCL would otherwise open at first use. Collective.
 
-        `init_model` calls it when all ranks have built. An engine whose ranks send messages to each
-        other outside of collectives also connects these ranks.
+        `init_model` calls it when all ranks have built their engine. Override it to also connect
+        ranks that exchange messages outside of collectives.
         """
         connect_groups()
 
@@ -851,8 +851,8 @@ class BaseEngine(ReportedCalls, ABC):
     ) -> list[HeadOutputs] | None:
         """Run the forward pass, and the backward pass unless `forward_only`, of each micro-batch.
 
-        After an exception with `forward_only`, accumulated gradients are kept and the engine can be
-        used further. After one in training, `_discard_update` follows.
+        An exception in a forward-only call must keep the accumulated gradients, so that training
+        can continue. After an exception in training, the base class calls `_discard_update`.
 
         Args:
             batch: This rank's micro-batches, on any device.
@@ -898,11 +898,10 @@ class BaseEngine(ReportedCalls, ABC):
     def _discard_update(self) -> None:
         """Drop everything that a call of `_run_micro_batches` left behind when it raised.
 
-        That is more than `_zero_gradients` drops if gradients are also kept outside of `.grad`, for
-        example in buffers or unreduced sums, or if a framework keeps the state of a pass. By
-        default it calls `_zero_gradients`. Afterwards the next update must be the one of a run
-        without the exception, bit for bit, except for random numbers. Not collective: it also runs
-        on a single rank.
+        The default calls `_zero_gradients`. Override it to also clear gradients outside of `.grad`,
+        such as buffers or unreduced sums, and state of the pass that a framework keeps. The next
+        update must then equal that of a run without the exception, bit for bit, except for random
+        numbers. Not collective: it may run on a single rank.
         """
         self._zero_gradients()
 
@@ -924,7 +923,7 @@ class BaseEngine(ReportedCalls, ABC):
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         """Load full tensors; raise WeightError for missing and unexpected names and wrong shapes.
 
-        No weight may have changed then. Collective.
+        Raise it before any weight changes. Collective.
         """
 
     @abstractmethod
@@ -935,7 +934,7 @@ class BaseEngine(ReportedCalls, ABC):
     def _load_state(self, stream: Iterable[TrainingState]) -> None:
         """Load the portable training state; raise WeightError for missing and unexpected names.
 
-        Nothing may have changed then. Collective.
+        Raise it before anything changes. Collective.
         """
 
     @abstractmethod
@@ -943,8 +942,8 @@ class BaseEngine(ReportedCalls, ABC):
         """Write parameters, persistent buffers, optimizer states and RNG states. Collective.
 
         If only this rank fails, for example because its disk is full, run the remaining collectives
-        before raising: the ranks then gather their errors, and the group survives. This does not
-        apply to interrupts and a lack of memory.
+        before raising: the ranks then gather their errors, and the group survives. Raise interrupts
+        and out-of-memory errors at once.
 
         Returns:
             Paths of the files that this rank wrote, relative to the directory.
@@ -954,8 +953,8 @@ class BaseEngine(ReportedCalls, ABC):
         """Copy the state to host memory and return a function that writes the copy. Collective.
 
         The function behaves like `_write_state`, but runs on another thread while the engine
-        trains: it must not touch the engine, nor run collectives in a process group that the
-        engine uses. Required for BACKGROUND_SAVE.
+        trains. It must not use the engine or the engine's process groups. Required for
+        BACKGROUND_SAVE.
         """
         raise NotImplementedError
 
@@ -1056,9 +1055,9 @@ class BaseEngine(ReportedCalls, ABC):
         failures = self._rank_failures
         passes = nullcontext() if failures is None else failures.track_messages()
         if forward_only:
-            # No backward pass can use the tensors that an engine makes in inference mode and keeps,
-            # such as FSDP2's gathered parameters. The check is needed, because
-            # inference_mode(False) also enables gradients.
+            # Leave inference mode, because an engine may keep tensors for the next backward pass,
+            # such as FSDP2's gathered parameters, and backward passes can't use inference tensors.
+            # Don't enter inference_mode(False) otherwise: it also enables gradients.
             is_inference = torch.is_inference_mode_enabled()
             leaves = torch.inference_mode(mode=False) if is_inference else nullcontext()
             with leaves, passes:
@@ -1073,9 +1072,9 @@ class BaseEngine(ReportedCalls, ABC):
     def _prepare_loss(
         self, micro_batch_loss: MicroBatchLoss | None, *, num: int
     ) -> MicroBatchLoss | None:
-        """Return the same loss, which notes its micro-batch for the messages of failures.
+        """Wrap the loss to note the current micro-batch for error messages.
 
-        Its result can always be differentiated.
+        The wrapper's result can always be differentiated.
         """
         failures = self._rank_failures
         if micro_batch_loss is None:
@@ -1084,7 +1083,7 @@ class BaseEngine(ReportedCalls, ABC):
 
         def compute_loss(head_outputs: HeadOutputs, micro: SequenceBatch) -> Tensor:
             if failures is not None:
-                # The outputs are wrong if a collective of the pass was aborted.
+                # An aborted collective leaves wrong outputs.
                 failures.check()
                 failures.set_position(f" at micro-batch {next(positions)} of {num}")
             return head_outputs.connect(micro_batch_loss(head_outputs, micro))
@@ -1093,8 +1092,8 @@ class BaseEngine(ReportedCalls, ABC):
 
     @property
     def _saved_loads(self) -> frozenset[str]:
-        """Interrupted calls whose tensors are all part of the saved training state."""
-        # With an adapter the state has no base weights, so they stay incomplete.
+        """Interrupted calls that loading the training state repairs: it has all their tensors."""
+        # With an adapter the state has no base weights, so loading it can't repair them.
         base = () if self.config.lora.is_enabled else ("load_weights()",)
         state = ("optimizer_step()", "load_state()", "load_checkpoint()", "load_adapter()")
         return frozenset((*state, *base))
@@ -1109,8 +1108,8 @@ class BaseEngine(ReportedCalls, ABC):
     def _record_call(self, *, forward_only: bool, final: bool) -> AbstractContextManager[None]:
         """Enclose a forward or training call, and record its gradients.
 
-        It encloses the entire call, not only the passes: the caller got no result, so it may repeat
-        the call, and would then add the same gradients twice.
+        It encloses the entire call, not only the passes. After an exception the caller has no
+        result and may repeat the call, which would add the same gradients twice.
         """
         if forward_only:
             return nullcontext()
@@ -1159,8 +1158,8 @@ class BaseEngine(ReportedCalls, ABC):
         )
 
     def _raise_background_error(self) -> None:
-        # All ranks must agree that the save has ended. If `finish` raised on one rank only, the
-        # others would wait for the gradients of that rank.
+        # Ask all ranks whether the save has ended. If `finish` raised on one rank only, the others
+        # would wait for its gradients.
         save = self._background_save
         if save is not None and all(self.gather_objects(save.is_done)):
             self._background_save = None
@@ -1178,7 +1177,7 @@ class BaseEngine(ReportedCalls, ABC):
             try:
                 yield
             except GeneratorExit:
-                # The mode was entered in a generator that is not read to its end.
+                # Not an error: a generator that entered the mode was closed early.
                 raise
             except BaseException as error:
                 if mode == "train":
@@ -1248,7 +1247,7 @@ class BaseEngine(ReportedCalls, ABC):
         num_changes = self._update_cycle.num_weight_changes
         with self._loaded(mode):
             for item in items:
-                # The receiver would get some weights from each version.
+                # The receiver would get a mix of old and new weights.
                 if self._update_cycle.num_weight_changes != num_changes:
                     raise EngineStateError(
                         f"the weights were updated while {call}() was read: read the stream to "
@@ -1259,7 +1258,7 @@ class BaseEngine(ReportedCalls, ABC):
     @contextmanager
     def _load_to_change(self, mode: Literal["eval", "update"]) -> Iterator[None]:
         """Enclose a call that replaces weights or the training state."""
-        # Before the call, because one that raises may have changed some weights.
+        # Count before the call, because a call that raises may have changed some weights.
         self._update_cycle.num_weight_changes += 1
         with self._loaded(mode):
             yield

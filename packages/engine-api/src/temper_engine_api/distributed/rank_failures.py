@@ -1,48 +1,49 @@
 """Report the exception of one rank to the others, and agree whether the process group survives.
 
-A rank that raises in a collective call leaves the other ranks waiting for it. `RankFailures` ends
-this wait. As long as calls succeed, ranks publish only the end of each write or read of a
-checkpoint. After an exception:
+When a rank raises in a collective call, the other ranks wait for it. `RankFailures` ends this wait.
+While calls succeed, ranks use the store only to publish the end of each checkpoint write or read.
+After an exception:
 
 1. The rank writes its number, the call and the message to the store of the default process group,
    with the number of collectives that it has started in each group.
-2. It waits up to AGREEMENT_S for the reports of the other ranks. If every rank raised in the same
-   call and after the same collectives, no message is under way: the group survives, and each rank
+2. It waits up to AGREEMENT_S for reports from the other ranks. If every rank raised in the same
+   call and after the same collectives, no message is in flight: the group survives, and each rank
    raises its own exception.
-3. Otherwise the group is declared broken in the store. The first declaration wins, so that all
-   ranks name the same failure. The rank then closes its connections to the other ranks, also those
-   of the group's other engines. A gloo collective in which they wait fails at once, and they raise
-   RankFailedError with the failure from the store. With NCCL a thread on each rank reads the
-   declaration and aborts the collective, and every call looks for a declaration before it returns.
-   A call that did not wait for its collectives may have returned by then; the next one raises.
+3. Otherwise it declares the group broken in the store. The first declaration wins, so that all
+   ranks name the same failure. The rank then closes its connections to the other ranks, including
+   connections of the group's other engines. When ranks wait in a gloo collective, it fails at once,
+   and they raise RankFailedError with the failure from the store. With NCCL, a thread on each rank
+   reads the declaration and aborts the collective, and every call checks for a declaration before
+   it returns. A call that did not wait for its collectives may have returned by then; the next one
+   raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
-`reported_calls` encloses the public methods of an engine. `train_mode()`, `eval_mode()`,
-`disable_adapter()` and the streams of weights and state count as calls from their begin to their
-end. An exception that a call inside of them has reported is not reported again.
+`reported_calls` encloses an engine's public methods. `train_mode()`, `eval_mode()`,
+`disable_adapter()` and the weight and state streams count as one call until they are closed. If a
+call inside them has reported an exception, they do not report it again.
 
-An error of the file system, such as a full disk, raises on one rank only. The ranks exchange it
-after they have written or read a checkpoint, and the group survives, unless another rank waits in a
-collective that the failed one did not start. To find that out, a rank that fails publishes how many
-it has started, and a thread on each other rank compares.
+A file system error, such as a full disk, raises on one rank only. Ranks exchange such errors when
+they have written or read a checkpoint, and the group survives, unless another rank waits in a
+collective that the failed rank did not start. To detect this, a failed rank publishes the number of
+collectives that it has started, and a thread on each other rank compares it with its own number.
 
-`init_model` reports too, although its groups do not exist yet. Ranks wait for each other in
-`process_group.join_default_group`, where they also look for a declaration. After that, the
-connections to close are those opened since `init_model` began.
+`init_model` also reports, although its groups do not exist yet. Ranks wait for each other in
+`process_group.join_default_group`, where they also check for a declaration. After that, a failed
+rank closes the connections opened since `init_model` began.
 
-Ranks number their engines and groups by their own counters. If a rank raises before `init_model`,
-the other ranks wait for it without success and count a failed start. The absent rank counts this
-start at its next call of `init_model`, which raises RankFailedError. The engine after that has the
-same number on all ranks. If the default group was created by other code and its store is used
-again, the numbers stay different: start new processes.
+Each rank counts its engines and groups to number them. When a rank raises before `init_model`, the
+other ranks time out and count a failed start. The rank that raised counts this start in its next
+call to `init_model`, which raises RankFailedError, so that the following engine has the same number
+on all ranks. When other code created the default group and its store is used again, the numbers
+stay different: start new processes.
 
 Threads that save in the background have their own group and their own `RankFailures`. A failure
-between two collectives of a save breaks only that group. The engine can be used further, but not to
+between two collectives of a save breaks only that group. The engine can still be used, except to
 save in the background.
 
 Pipeline stages also exchange messages outside of collectives, in forward and backward passes. The
-number of collectives does not show which messages are under way, and a stage that waits for a
-message can stop only by closing the connection. With stages a group therefore survives only if no
+number of collectives does not tell which messages are in flight, and only closing the connection
+stops a stage that waits for a message. With pipeline stages, a group therefore survives only if no
 rank raised during its passes.
 """
 
@@ -81,10 +82,10 @@ from temper_engine_api.errors import (
 from temper_engine_api.topology import Topology
 
 AGREEMENT_S = 4.0
-"""Time that the other ranks get to raise too. Less than half of the 10 s within which they report
-the failure, so that a slow store or a busy host does not use up the rest."""
+"""Time to wait for reports from the other ranks. They must raise within 10 s; less than half of
+that leaves time for a slow store or a busy host."""
 WATCH_INTERVAL_S = 1.0
-"""Interval at which a rank with NCCL looks for a declaration."""
+"""Interval at which a rank with NCCL checks the store for a declaration."""
 BuildStage = Literal["begin to build", "build"]
 """Points of `init_model` at which ranks wait for each other."""
 MAX_MESSAGE = 2000
@@ -92,10 +93,10 @@ MAX_MESSAGE = 2000
 _PREFIX = "temper_engine_api/failure"
 _POLL_S = 0.02
 _CAUSE_WAIT_S = 1.0
-"""Time that a rank with a lost connection waits for the report of the rank that closed it."""
+"""Time to wait, after losing a connection, for a report from the rank that closed it."""
 _REPORTED_AT = "_temper_reported_at"
-"""Attribute of an exception: the event of its report. Enclosing calls, which began earlier, do not
-report the exception again."""
+"""Attribute of an exception: event number of its report. Enclosing calls have a lower number and
+therefore do not report the exception again."""
 _LOG = logging.getLogger(__name__)
 _EVENTS = itertools.count(1)
 _SURVIVES = "survives"
@@ -107,8 +108,8 @@ class FailureReport:
 
     rank: int
     call_numbers: list[int]
-    """Number of this call among those of the engine. For a call inside of others, such as in
-    `train_mode()`, the numbers of the enclosing calls come first."""
+    """Number of this engine call, counted from 1. Inside another call, such as `train_mode()`, the
+    enclosing call's number comes first."""
     where: str
     """Call and position, such as `forward_backward_batch() at micro-batch 2 of 3`."""
     message: str
@@ -116,7 +117,7 @@ class FailureReport:
     num_collectives: dict[str, int]
     """Collectives that this rank has started, by group and device."""
     may_have_messages: bool
-    """True if messages between pipeline stages may be under way to or from this rank."""
+    """True if pipeline messages to or from this rank may be in flight."""
     has_lost_connection: bool
     """True if the exception reports a lost connection or a timeout."""
 
@@ -126,20 +127,20 @@ class FailureReport:
 
 @dataclass(slots=True, kw_only=True)
 class _GroupFailure:
-    """The failure of a default process group, which all of its engines share."""
+    """Failure state of a default process group, shared by all engines that use the group."""
 
     store: Store
     declaration_key: str
     broken: str | None = None
-    """Message of the failure, if this rank has left the group."""
+    """Failure message if this rank has left the group, otherwise None."""
     breaking: threading.Lock = field(default_factory=threading.Lock)
     engines: "weakref.WeakSet[RankFailures]" = field(default_factory=weakref.WeakSet)
-    """Engines of the group. Each one knows the connections of its own groups."""
+    """Engines that use the group. Each one lists its own connections."""
 
     @classmethod
     def make_for_next_group(cls, store: Store, *, rank: int) -> "_GroupFailure":
-        # A store may outlive a broken group and serve the next one. Ranks create their groups in
-        # the same order, so they agree on this number, even if a rank arrives after a declaration.
+        # A store may outlive a broken group and serve the next one, so declarations need a number.
+        # Ranks create groups in the same order and therefore agree on it.
         group_number = store.add(f"{_PREFIX}/groups/{rank}", 1)
         return cls(store=store, declaration_key=f"{_PREFIX}/declared/{group_number}")
 
@@ -151,10 +152,10 @@ class _Part:
     number: int
     in_background: bool
     begin: dict[str, int]
-    """Collectives at its begin. They may differ between ranks: gloo also counts messages."""
+    """Collectives started before. Ranks may differ, because gloo also counts messages."""
 
     def count_collectives(self) -> dict[str, int]:
-        """Return the number of collectives since the begin, as the function of the same name."""
+        """Return the number of collectives since the write or read began, by group and device."""
         counts = count_collectives(in_background=self.in_background)
         return {name: count - self.begin.get(name, 0) for name, count in counts.items()}
 
@@ -164,7 +165,7 @@ _GROUP_FAILURES = weakref.WeakKeyDictionary()
 
 
 class RankFailures:
-    """The failures of the ranks of one engine; see the module's docstring."""
+    """Exchange failures between the ranks of one engine; see the module docstring."""
 
     def __init__(
         self,
@@ -182,10 +183,9 @@ class RankFailures:
             store: Store that all ranks share.
             rank: Global rank.
             world_size: Number of ranks.
-            watches: True if collectives run on a device, where an aborted collective ends without
-                an exception. Then a thread looks for declarations, and so does the end of each
-                call.
-            group: Failure of the default group if it exists; None if it is created later.
+            watches: Check for declarations on a thread and at the end of each call. Needed for
+                device collectives, which end without an exception when they are aborted.
+            group: Failure state of the default group; None if the group is created later.
             background_prefix: Prefix of keys if these are the failures of saving threads.
         """
         self._store = store
@@ -195,14 +195,14 @@ class RankFailures:
         self._watches = watches
         self._in_background = background_prefix is not None
         self._before_start = None if self._in_background else list_own_connections()
-        """Connections at the begin of `init_model`; None after its end."""
+        """Connections that existed before `init_model`; None after it."""
         # Ranks build their engines in the same order, so they agree on this number.
         self._prefix = background_prefix or (
             f"{_PREFIX}/{store.add(f'{_PREFIX}/engines/{rank}', 1)}"
         )
         self._group = group or _GroupFailure.make_for_next_group(store, rank=rank)
         self._num_calls = [0]
-        """Calls so far; inside of a call, those in it so far come last."""
+        """Number of calls so far, then for each open call the number of calls inside it."""
         self._num_parts = 0
         self._num_survived = 0
         self._position = ""
@@ -244,7 +244,7 @@ class RankFailures:
         return failures
 
     def group_joined(self) -> None:
-        """Note that the default process group exists, whose connections a failed rank closes."""
+        """Publish the default group's connections, which a failed rank closes."""
         _GROUP_FAILURES.setdefault(_get_default_group(), self._group)
         self.publish_connections(list_own_connections())
         if "nccl" in dist.get_backend_config() and not self._watches:
@@ -254,13 +254,13 @@ class RankFailures:
             ).start()
 
     def mark_engine_built(self, topology: Topology) -> None:
-        """Note the end of `init_model`: all groups of the engine exist."""
+        """Record that `init_model` succeeded, and publish all of the engine's connections."""
         self._has_stages = topology.pp.size > 1
         self._before_start = None
         self.publish_connections(list_own_connections())
 
     def start_failed(self) -> None:
-        """Note that `init_model` raised: later connections are not those of the engine."""
+        """Record that `init_model` raised, so that no later connection counts as the engine's."""
         self._before_start = None
 
     def publish_connections(self, connections: set[str]) -> None:
@@ -268,33 +268,33 @@ class RankFailures:
         self._store.set(f"{self._prefix}/connections/{self._rank}", json.dumps(sorted(connections)))
 
     def wait_for_arrivals(self, stage: BuildStage, *, timeout_s: float) -> None:
-        """Wait until every rank is here, or one has failed in `init_model` before.
+        """Wait until every rank calls this for the same stage, or one has failed in `init_model`.
 
         Args:
-            stage: What this rank does next, or has done; the others must get there too.
+            stage: Stage of `init_model` that this rank has reached.
             timeout_s: Time limit.
 
         Raises:
             RankFailedError: If a rank has failed.
-            CollectiveTimeoutError: If a rank is neither here nor has failed in time.
+            CollectiveTimeoutError: If a rank does not arrive within the limit.
         """
         keys = [f"{self._prefix}/{stage}/{rank}" for rank in range(self._world_size)]
         if stage == "build":
-            # A rank may fail before this one returns from `init_model`, and must be able to close
-            # the connections that this rank waits on.
+            # Another rank may fail before this one returns from `init_model`. It must be able to
+            # find and close the connections on which this rank waits.
             self.publish_connections(list_own_connections())
         self._store.set(keys[self._rank], "")
         deadline = time.monotonic() + timeout_s
         while True:
             are_here = self._store.check(keys)
-            # Even if all ranks have arrived: one of them may have failed since then, and left.
+            # Check even when all ranks have arrived, because one may have failed since.
             self._learn_of_declaration()
             self.check()
             if are_here:
                 return
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                # Empty if the last rank has arrived since: it continues, and so must this one.
+                # No rank is missing if the last one has just arrived. Continue like that rank.
                 if missing:
                     raise CollectiveTimeoutError(
                         f"ranks {missing} did not {stage} their engine within {timeout_s:.0f} "
@@ -303,7 +303,7 @@ class RankFailures:
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Raise RankFailedError if the group is known to be broken; reads no other rank."""
+        """Raise RankFailedError if this rank knows that the group is broken; no store access."""
         if self._group.broken is not None:
             raise RankFailedError(self._group.broken)
 
@@ -318,11 +318,11 @@ class RankFailures:
 
     @contextmanager
     def track_messages(self) -> Iterator[None]:
-        """Enclose the passes of a call, in which pipeline stages exchange messages."""
+        """Track whether pipeline messages may be in flight; use it around a call's passes."""
         self._may_have_messages = self._has_stages
         yield
-        # This line is skipped after an exception, when messages may be unsent or unread. With
-        # stages the group then breaks.
+        # Not in a finally block: after an exception, messages may be unsent or unread. With
+        # pipeline stages the group then breaks.
         self._may_have_messages = False
 
     @contextmanager
@@ -343,19 +343,19 @@ class RankFailures:
         self._num_calls[-1] += 1
         self._num_calls.append(0)
         depth = len(self._num_calls)
-        # The call may be inside another one, such as in a loss. Messages between stages may be
-        # under way then, so only `track_messages` changes that flag.
+        # Don't reset the flag for messages here: this call may be inside another one, for example
+        # in a loss, while messages are in flight.
         outer_position, self._position = self._position, ""
         try:
             yield
-            # An aborted collective returns without a result and without an error. The watching
-            # thread may have aborted it, or NCCL itself, if it noticed the closed connection before
-            # that thread read the declaration.
+            # An aborted device collective returns without a result and without an error. The
+            # watching thread aborts collectives, and so does NCCL when it notices a closed
+            # connection before the thread has read the declaration.
             if self._watches:
                 self._learn_or_lose_store()
             self.check()
         except GeneratorExit:
-            # A generator that is not read to its end closes the contexts in it: no failure.
+            # Not an error: a generator was closed before its end.
             raise
         except BaseException as error:
             if only(error):
@@ -363,11 +363,11 @@ class RankFailures:
             raise
         finally:
             self._position = outer_position
-            # Streams may end in another order than they began.
+            # Streams may close in another order than they opened.
             del self._num_calls[depth - 1 :]
 
     def report_abandoned(self, call: str) -> None:
-        """Report that this rank does not read a collective stream to its end.
+        """Report that this rank stopped reading a collective stream before its end.
 
         If all ranks stop after the same item, the group survives.
 
@@ -382,8 +382,8 @@ class RankFailures:
     def report_interrupt(self, call: str) -> Iterator[None]:
         """Enclose a wait for a background save: report only interrupts.
 
-        The ranks exchange the save's CheckpointErrors themselves, so enclosing calls do not report
-        them either. Waiting is also allowed in a broken group.
+        Ranks exchange CheckpointErrors of the save separately, so this marks them as reported for
+        the enclosing calls. It can be used in a broken group.
         """
         begin = take_event_number()
         try:
@@ -399,8 +399,8 @@ class RankFailures:
     def report_unfinished(self, call: str, *, timeout_s: float) -> Iterator[None]:
         """Enclose the write or read of a checkpoint, after which ranks exchange their errors.
 
-        After an error of this rank it waits until the other ranks have ended the call, too. The
-        group is broken if another rank has started other collectives.
+        After an error on this rank, wait until the other ranks have ended the call, too. The group
+        breaks if another rank has started more collectives than this one.
 
         Args:
             call: Name for messages.
@@ -460,7 +460,7 @@ class RankFailures:
     ) -> None:
         """Publish the error, and wait until the other ranks have ended the call or left the group.
 
-        They may write for minutes, so this is no sign of a failure.
+        Waiting for minutes is normal, because other ranks may still write.
         """
         report = str(self._make_report(error, where=where))
         own = part.count_collectives()
@@ -473,17 +473,17 @@ class RankFailures:
                 if self._learn_of_declaration():
                     break
                 time.sleep(_POLL_S)
-            # Some collectives, such as a broadcast, end on a rank without the others.
+            # Compare even if all have ended: a broadcast, for example, can end on one rank alone.
             if any(_is_ahead(end["num_collectives"], own) for end in self._read_ends(part)):
                 self._leave_broken_group(self._declare(report))
         except dist.DistError as store_error:
-            # Another rank may wait for this one, and can't learn that it has failed.
+            # Leave, because other ranks may wait for this one and can't learn of its failure.
             self._leave_broken_group(self._describe_lost_store(store_error))
         if self._group.broken is not None:
             error.add_note(self._group.broken)
 
     def _watch_part(self, part: "_Part", has_ended: threading.Event) -> None:
-        """Break the group if this rank waits in a collective before which another one has failed.
+        """Break the group if this rank waits in a collective that a failed rank did not start.
 
         Runs on a thread during the call.
         """
@@ -496,12 +496,12 @@ class RankFailures:
                     if end["failure"] and _is_ahead(own, end["num_collectives"]):
                         self._leave_broken_group(self._declare(end["failure"]))
             except dist.DistError as error:
-                # A rank that fails without the store closes its connections, so no rank waits.
+                # No rank waits: one that fails without the store closes its connections.
                 _LOG.warning("%s", self._describe_lost_store(error))
                 return
 
     def handle(self, error: BaseException, *, where: str, begin: int | None = None) -> None:
-        """Find out whether the error breaks the group, and leave the group if so.
+        """Report an error, and leave the group if the error breaks it.
 
         Raises RankFailedError if another rank's failure caused the error. Otherwise, an error that
         breaks the group gets a note that says so.
@@ -514,7 +514,8 @@ class RankFailures:
         if not self._in_background:  # the batch that is open may be the main thread's
             end_interrupted_batches()
         reported_at = getattr(error, _REPORTED_AT, 0)
-        # An exception can be raised again in a later call, for example by a cached loader.
+        # Compare with the start of the call, because a later call, for example of a cached loader,
+        # can raise the same exception again.
         is_reported = reported_at > (take_event_number() if begin is None else begin)
         if isinstance(error, RankFailedError) or is_reported:
             return
@@ -525,8 +526,8 @@ class RankFailures:
                 failure = self._agree(self._make_report(error, where=where))
                 setattr(error, _REPORTED_AT, take_event_number())
         except dist.DistError as store_error:
-            # The process that serves the store has ended. Ranks can't exchange reports without it,
-            # so each one leaves the group.
+            # The process that serves the store has ended. Without a store, ranks can't exchange
+            # reports, so each rank leaves the group.
             failure = self._describe_lost_store(store_error)
         except BaseException:
             self._leave_broken_group(f"rank {self._rank} was interrupted in {where}")
@@ -534,8 +535,8 @@ class RankFailures:
         if failure is None:
             return
         self._leave_broken_group(failure)
-        # A collective that the watching thread has aborted ends without a result. So any later
-        # error may come from what it did not write, such as the shape of the next message.
+        # An aborted collective ends without a result. Any later error may come from the missing
+        # result, for example the shape of the next message.
         is_own = failure.startswith(f"rank {self._rank} ")
         is_consequence = (
             was_broken or not is_own
@@ -552,7 +553,7 @@ class RankFailures:
     def _make_report(self, error: BaseException, *, where: str) -> FailureReport:
         return FailureReport(
             rank=self._rank,
-            # The last number counts the calls in this one.
+            # Leave out the last number, which counts calls inside this one.
             call_numbers=self._num_calls[:-1] or self._num_calls[:],
             where=where,
             message=f"{type(error).__name__}: {error}"[:MAX_MESSAGE],
@@ -566,9 +567,8 @@ class RankFailures:
         prefix = f"{self._prefix}/{self._num_survived}"
         self._store.set(f"{prefix}/report/{self._rank}", json.dumps(asdict(report)))
         keys = [f"{prefix}/report/{rank}" for rank in range(self._world_size)]
-        # A lost connection cannot be used again. But the rank that closed it may be about to report
-        # the reason: a rank that fails in init_model leaves its group before it reports its
-        # exception.
+        # A lost connection always breaks the group, so there is no need to wait for all ranks. Wait
+        # briefly for the cause: a rank that fails in init_model leaves its group before it reports.
         wait_s = min(AGREEMENT_S, _CAUSE_WAIT_S) if report.has_lost_connection else AGREEMENT_S
         deadline = time.monotonic() + wait_s
         while not (is_complete := self._store.check(keys)) and time.monotonic() < deadline:
@@ -582,7 +582,7 @@ class RankFailures:
         ]
         # A rank that lost its connection to a failed one is not the cause.
         cause = next((each for each in reports if not each.has_lost_connection), report)
-        # One verdict for all ranks: the first one to decide sets it.
+        # The first rank to decide sets the verdict for all ranks.
         verdict = bytes(
             self._store.compare_set(
                 f"{prefix}/verdict",
@@ -603,7 +603,7 @@ class RankFailures:
             for name, count in report.num_collectives.items():
                 counts[name].add(count)
         return len({tuple(report.call_numbers) for report in reports}) == 1 and all(
-            # A group's number is reported only by its own ranks.
+            # Only a group's own ranks report its count.
             len(group_counts) == 1
             for group_counts in counts.values()
         )
@@ -633,13 +633,13 @@ class RankFailures:
             engines = list(self._group.engines)
         if not self._in_background:
             abort_device_collectives()
-        # Another rank may be ahead, and wait in a collective of the group's next engine.
+        # Close connections of all engines: a rank that is ahead may wait in the next engine.
         close_connections(set[str]().union(*(engine._other_ends() for engine in engines)))
 
     def _other_ends(self) -> set[str]:
-        """Return the other ends of the connections that this engine's groups have."""
+        """Return the remote ends of this engine's connections."""
         other_ends = self._published_connections()
-        # A thread that watches another engine may be here while `init_model` ends.
+        # Read it once: `init_model` may end while another engine's watching thread is in here.
         before = self._before_start
         if before is None:
             return other_ends
@@ -656,8 +656,8 @@ class RankFailures:
                 if rank != self._rank and self._store.check([key]):
                     other_ends.update(json.loads(self._store.get(key)))
             except dist.DistError:
-                # The store lists the connections of other ranks, so without it this rank can't find
-                # them. The others also lost the store, and end by their own timeout.
+                # Without the store, this rank can't find connections of other ranks. They have lost
+                # the store, too, and end by their own timeout.
                 return other_ends
         return other_ends
 
@@ -669,7 +669,7 @@ class RankFailures:
         return failure is not None
 
     def _learn_or_lose_store(self) -> bool:
-        """Leave the group also if the store is lost; return True if so."""
+        """Leave the group if it is declared broken or the store is lost; return True if so."""
         try:
             return self._learn_of_declaration()
         except dist.DistError as error:
@@ -678,7 +678,7 @@ class RankFailures:
 
 
 def _is_ahead(counts: dict[str, int], other_counts: dict[str, int]) -> bool:
-    """Return True if a rank has started more collectives than another one in a common group."""
+    """Return True if `counts` is higher than `other_counts` in any group."""
     return any(counts.get(name, 0) > count for name, count in other_counts.items())
 
 
