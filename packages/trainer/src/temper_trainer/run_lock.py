@@ -1,9 +1,8 @@
-"""The lock of a run folder, so that at most one process trains in it.
+"""Lock a run folder to ensure that at most one process trains in it.
 
-The lock is a `filelock.SoftFileLease`: a file that is created exclusively, with host, process id,
-boot id, process start time and a heartbeat. It does not use `flock`, which many shared file systems
-support only within one node. This module does not import torch, so a second process is refused
-within a second.
+The lock is a `filelock.SoftFileLease`: a file that contains host, process id, boot id, process
+start time and a heartbeat. It does not use `flock`, which many shared file systems support only
+within one node. This module does not import torch, to refuse a second process within a second.
 """
 
 import contextlib
@@ -27,10 +26,10 @@ logger = logging.getLogger(__name__)
 LOCK_FILE = "run.lock"
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 LEASE_S = 60.0
-"""An owner on another host whose heartbeat stops for this long loses the lock."""
+"""Time without a heartbeat after which an owner on another host loses the lock."""
 HEARTBEAT_S = 5.0
 _NAMESPACE_MARK = "?pidns-"
-"""Written by filelock between host name and PID namespace, unless that is the initial one."""
+"""Separates host name and PID namespace in filelock's files; absent for the initial namespace."""
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the initial PID namespace: PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
 
@@ -42,11 +41,11 @@ class RunLockLostError(TemperError, RuntimeError):
 class RunLock:
     """Context that holds the lock of one run folder.
 
-    If the owner was a process on this host and no longer exists, its lock is taken over at once.
-    The owner is identified by process id, boot id and start time, so a reused process id is not
-    mistaken for it. An owner on another host cannot be looked up: its heartbeat is watched for at
-    most `LEASE_S` seconds. An empty or unreadable lock file, for example after a power failure, is
-    watched in the same way: a living owner would change it every `HEARTBEAT_S` seconds.
+    When the owner was a process on this host that no longer exists, take over its lock at once. The
+    check uses process id, boot id and start time, to not confuse the owner with a new process of
+    the same id. When the owner is on another host, watch its heartbeat for at most `LEASE_S`
+    seconds. Do the same for an empty or unreadable lock file, for example after a power failure: a
+    living owner changes the file every `HEARTBEAT_S` seconds.
     """
 
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
@@ -54,11 +53,11 @@ class RunLock:
         self._has_made_folder = False
         self._is_acquiring = False
         self._end: Callable[[], object] | None = None
-        """Ends this process after the current attempt to take the lock, if a signal came in it."""
+        """Set by a signal while the lock is being taken: ends this process after the attempt."""
         self._lease = SoftFileLease(
             folder / LOCK_FILE,
             lease_duration=lease_s,
-            # At most a third, so that one late heartbeat does not lose the lock.
+            # Use at most a third, to not lose the lock when one heartbeat is late.
             heartbeat_interval=min(HEARTBEAT_S, lease_s / 3),
             thread_local=False,
         )
@@ -72,7 +71,7 @@ class RunLock:
         try:
             self._has_made_folder = not self._folder.exists()
             self._folder.mkdir(parents=True, exist_ok=True)
-            # To read a pipe would wait forever.
+            # Check the kind first, because reading a pipe would wait forever.
             if problem := describe_other_kind(self._folder / LOCK_FILE):
                 raise ConfigError(problem)
             self._acquire()
@@ -91,9 +90,8 @@ class RunLock:
     def abandon(self, end: Callable[[], object]) -> None:
         """Remove the lock file and call `end`, which ends this process; for a signal handler.
 
-        `release` is not called, because it takes locks of filelock that the interrupted code may
-        hold. If the signal interrupts the creation of the lock file, that is completed before `end`
-        is called.
+        This does not call `release`, which takes filelock's own locks: the interrupted code may
+        hold them. A signal during the creation of the lock file calls `end` when the file exists.
         """
         if self._is_acquiring:
             self._end = end
@@ -124,8 +122,8 @@ class RunLock:
     def _acquire(self) -> None:
         previous_owner = self._lease.owner
         try:
-            # filelock takes over an unreadable file after 2 s. That is less than a heartbeat
-            # interval, so the owner may still be alive.
+            # Don't use filelock for an unreadable file: it takes over after 2 s, less than a
+            # heartbeat interval, while the owner may still be alive.
             if previous_owner is None and self._last_heartbeat_ns() is not None:
                 raise Timeout(str(self._folder / LOCK_FILE))
             self._try_lease()
@@ -171,8 +169,8 @@ class RunLock:
                 if time.monotonic() < deadline:
                     time.sleep(min(0.5, lease_s / 10))
                     continue
-                # filelock would exchange two file names in one call. NFS, SMB and some FUSE file
-                # systems refuse that, so the lock would stay forever.
+                # Don't use filelock to remove it: filelock exchanges two file names in one call,
+                # which NFS, SMB and some FUSE file systems refuse, so the lock would stay forever.
                 self._remove_dead_lock(last_heartbeat_ns)
             try:
                 self._try_lease()
@@ -195,9 +193,8 @@ class RunLock:
         """Remove the lock file of a dead owner, unless another process has replaced it."""
         path = self._folder / LOCK_FILE
         renamed = path.with_name(f"{LOCK_FILE}.{os.getpid()}")
-        # Rename the file before checking it. Two processes may do this at the same time. The slower
-        # process then renames the new lock of the faster process, sees the new time, and restores
-        # the lock.
+        # Rename the file before checking it, because two processes may do this at once. The slower
+        # one then renames the faster one's new lock, sees its new time, and restores it.
         with contextlib.suppress(FileNotFoundError):
             path.rename(renamed)
             if renamed.stat().st_mtime_ns != last_heartbeat_ns:
@@ -216,18 +213,18 @@ class RunLock:
 
 
 def find_lock_refusal(folder: Path) -> str | None:
-    """Return the message with which a start would refuse a folder at once, or None.
+    """Return the error message if a run can't start in this folder because of its lock, or None.
 
-    The folder and its lock file are only read. An owner on another host and an unreadable file are
-    left to the start, which watches their heartbeat.
+    Only reads the folder. Returns None for an owner on another host and for an unreadable file,
+    whose heartbeat is watched when a run starts.
     """
     owner = read_lock_owner(folder)
     if owner is None or not _is_local(owner):
         return None
     with open_temporary_folder("lock") as scratch:
         copy = scratch / LOCK_FILE
-        # filelock has no public function to check whether an owner is alive. But it takes over the
-        # lock of a dead owner, so try to take over a copy.
+        # filelock has no public function to check whether an owner is alive, but takes over a dead
+        # owner's lock. So try to take over a copy.
         try:
             copy.write_bytes((folder / LOCK_FILE).read_bytes())
             with SoftFileLease(copy, lease_duration=LEASE_S).acquire(blocking=False):

@@ -1,7 +1,7 @@
 """Save and load the checkpoint of a single engine, also in the background.
 
-All ranks call these functions together. Rank 0 creates and commits the step directory. Paths and
-errors are gathered, so that all ranks raise the same error.
+All ranks call these functions together. Rank 0 creates and commits the step directory. Ranks gather
+paths and errors to raise the same error everywhere.
 """
 
 import logging
@@ -83,7 +83,7 @@ class Participant(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedEngine:
-    """An engine's state at the time of a save, as `save_engine_checkpoint` writes it."""
+    """Copy of an engine's state for `save_engine_checkpoint`, made at the time of the save."""
 
     config: EngineConfig
     topology: Topology
@@ -91,8 +91,8 @@ class StagedEngine:
     """Writes the state to a directory and returns relative paths of this rank's files. Collective;
     a background save calls it on every rank's saving thread."""
     progress: Mapping[str, object]
-    """Counters of the engine at that time. The saving thread must not read them from the engine,
-    which trains meanwhile."""
+    """Counters of the engine at that time. The saving thread uses this copy, because the engine
+    continues to train."""
 
     def write_part(self, directory: str) -> PartReport:
         """Write this rank's files for the engine's part of the checkpoint. Collective."""
@@ -190,8 +190,8 @@ def save_engine_checkpoint(
         )
     rank = engine.topology.global_rank
     with ExitStack() as undo:
-        # The transaction stays on rank 0: only this rank may remove or rename the directory. It is
-        # entered before the first gather, which fails if a rank is lost.
+        # Only rank 0 has the transaction, to remove or rename the directory. Enter it before the
+        # first gather, which raises if a rank is lost.
         begun: _Outcome[CheckpointTransaction] = (
             _attempt(lambda: begin_checkpoint(local_path, step)) if rank == 0 else _Outcome()
         )
@@ -199,7 +199,7 @@ def save_engine_checkpoint(
         _raise_on_every_rank(begun, gather)
         staging = gather(None if transaction is None else transaction.staging)[0]
         assert staging is not None
-        # Check this before writing. Otherwise a large save would fail only at its end.
+        # Check this before writing, to not fail at the end of a large save.
         _check_seen(staging / MARKER_NAME, gather)
         reports = _write(engine, staging, transaction, gather)
         final = _on_rank_zero(
@@ -253,7 +253,7 @@ def load_engine_checkpoint(
         _raise_on_every_rank(
             _attempt(lambda: undo.enter_context(lock_for_reading(directory))), gather
         )
-        # Ranks divide the files, so that together they read each file once.
+        # Divide the files over ranks, to read each file once.
         shard = (rank, engine.topology.world_size)
         _raise_on_every_rank(_attempt(lambda: verify(directory, shard=shard)), gather)
         if not (directory / ENGINE_PART).is_dir():
@@ -270,7 +270,8 @@ def load_engine_checkpoint(
 def _delete_download(directory: Path) -> None:
     """Delete the downloaded copy; log a warning if that fails.
 
-    Only rank 0 deletes, after the last gather: its error would break the group after a full load.
+    Rank 0 calls this after the last gather, where an exception would break the process group even
+    though the load succeeded.
     """
     try:
         remove_step(directory, read_manifest(directory), is_read=True)
@@ -281,7 +282,7 @@ def _delete_download(directory: Path) -> None:
 def _check_seen(path: Path, gather: Gather) -> None:
     """Check that all ranks see a file of rank 0.
 
-    Without a shared file system each node would write a fragment that no one can load.
+    Without a shared file system, each node would write a fragment of the checkpoint.
     """
     without_file = [rank for rank, sees in enumerate(gather(path.is_file())) if not sees]
     if without_file:
@@ -302,7 +303,7 @@ def _write(
             if outcome.error is not None
         ]
         if failed:
-            # A barrier: all ranks must have stopped writing before rank 0 removes the directory.
+            # Wait until all ranks have stopped writing before rank 0 removes the directory.
             gather(None)
             raise _on_rank_zero(
                 lambda: _describe_failure(transaction, failed[0]),
@@ -311,7 +312,8 @@ def _write(
             )
         return [outcome.value for outcome in outcomes if outcome.value is not None]
 
-    # A rank without a directory would not reach the collectives of write_part.
+    # Open the directory on all ranks first: a rank that fails here would not reach the collectives
+    # of write_part.
     directory = run(lambda: open_part(staging, ENGINE_PART))[engine.topology.global_rank]
     return run(lambda: engine.write_part(str(directory)))
 
@@ -348,7 +350,7 @@ def _on_rank_zero(action: Callable[[], T], *, rank: int, gather: Gather) -> T:
 def run_on_every_rank(action: Callable[[], T], *, gather: Gather) -> T:
     """Run an action on every rank, and return its result if it succeeded on all. Collective.
 
-    An engine needs this before collectives that a failed rank would not reach.
+    Use it before collectives that a failed rank would not reach.
 
     Args:
         action: Does not communicate.
@@ -387,9 +389,9 @@ def _attempt(action: Callable[[], T]) -> _Outcome[T]:
 def _list_failure_types() -> tuple[type[BaseException], ...]:
     """Return the exception types that a failed save or load may raise.
 
-    All exceptions are included, because libraries raise their own errors when a disk is full.
-    torch's CheckpointException is not a subclass of Exception. The import is local because it takes
-    a second.
+    Includes all exceptions, because libraries raise their own errors when a disk is full, and
+    torch's CheckpointException, which is not a subclass of Exception. The import is local, because
+    it takes a second.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

@@ -38,8 +38,8 @@ MARKER_NAME = ".temper-partial"
 """File in every directory that is not committed yet. The file has the id of the writing run, and
 only that run deletes the directory."""
 INVENTORY_NAME = ".temper-files"
-"""Lists the files that a killed save left, each with size and modification time. It is written when
-the run renames the directory. Files that are added or changed later do not belong to the run."""
+"""File with path, size and modification time for all files of a killed save. It is written when the
+directory is renamed, to tell the run's files from those that are added or changed later."""
 STEP_NAME = re.compile(r"step_(\d{8,})")
 """Name of a committed step directory."""
 _PARTIAL = re.compile(r"\.(step_\d{8,})\.[0-9a-f]+\.partial")
@@ -60,8 +60,8 @@ def step_directory(root: str | Path, step: int) -> Path:
 
 def make_partial_path(root: str | Path, step: int) -> Path:
     """Return a new unique path next to the step directory, for writing the step."""
-    # In the same folder, since a rename is atomic only within one file system; unique, so that
-    # nothing is overwritten.
+    # Use the same folder, because a rename is atomic only within one file system, and a random name
+    # to not overwrite anything.
     final = step_directory(root, step)
     return final.with_name(f".{final.name}.{secrets.token_hex(6)}.partial")
 
@@ -85,10 +85,10 @@ def list_step_entries(root: str | Path) -> dict[int, Path]:
 
 
 def set_aside(path: Path, reason: Literal["damaged", "incomplete", "superseded"]) -> Path:
-    """Rename a step directory, or one of a crashed save, so that a save can use its name again.
+    """Rename a step directory or a crashed save's directory, so that its name can be used again.
 
     Returns:
-        The new path, ``step_NNNNNNNN.<reason>-<number>``; the number is the first that is free.
+        The new path, ``step_NNNNNNNN.<reason>-<number>``, with the first free number.
     """
     match = _PARTIAL.fullmatch(path.name)
     if match:
@@ -148,26 +148,23 @@ def prune(
     keep_every: int = 0,
     check: Callable[[Path], object] | None = None,
 ) -> list[int]:
-    """Delete a run's old complete steps, and what its killed saves and deletions left.
+    """Delete a run's old complete steps, and leftovers of its killed saves and deletions.
 
-    Starting with the newest, steps are kept until `max_to_keep` of them have passed `check`. Steps
-    among them that fail it are kept, too. The older steps of this run are deleted, damaged or not.
-    Exceptions are permanent steps, steps that are being read, symbolic links, and directories with
-    a file that their manifest does not list. Steps of other runs, and steps whose manifest cannot
-    be read, are never deleted.
+    Keep the newest steps until `max_to_keep` of them have passed `check`, including those that
+    fail it. Delete this run's older steps, damaged or not. Never delete permanent steps, steps that
+    are being read, symbolic links, steps of other runs, steps with an unreadable manifest, and
+    directories with files that their manifest does not list.
 
-    The directory of a killed save or deletion is deleted if it has this run's marker and contains
-    no foreign file: each file is in the manifest, or existed when `set_aside` renamed the
-    directory.
+    Delete the directory of a killed save or deletion if it has this run's marker and no foreign
+    file: each file is in the manifest, or existed when `set_aside` renamed the directory.
 
     Args:
         root: Folder of step directories. No save may be running in it.
         max_to_keep: Number of steps to keep that pass `check`, at least 1.
-        run_id: Delete only directories that this run wrote; None deletes only those without a run
-            id.
-        keep_every: Steps that are a multiple of this are permanent; 0 makes none permanent.
+        run_id: Delete only directories with this run id; None for directories without a run id.
+        keep_every: Never delete steps that are a multiple of this; 0 disables it.
         check: Raises CheckpointError for a step that must not count towards `max_to_keep`. None
-            compares sizes with the manifest and reads no file.
+            compares file sizes with the manifest, without reading the files.
 
     Returns:
         The deleted steps.
@@ -188,7 +185,7 @@ def prune(
     if len(own) <= max_to_keep:
         return []
     num_kept, deleted = 0, []
-    # Newest first: an old step is deleted only after enough newer ones have passed the check.
+    # Start with the newest, to delete an old step only after enough newer ones have passed.
     for step, manifest in sorted(own.items(), reverse=True):
         if num_kept < max_to_keep:
             num_kept += _passes(check or _check_sizes, step_directory(root, step))
@@ -202,23 +199,21 @@ def prune(
 def delete_killed_saves(root: str | Path, *, run_id: str | None = None) -> None:
     """Delete a run's killed saves and deletions that `set_aside` has renamed.
 
-    Unlike `prune`, this function may be called while a save is running. See there for which files
-    belong to the run.
+    Unlike `prune`, this may be called while a save is running. `prune` describes which files belong
+    to the run.
     """
     _delete_own(_list_renamed_partials(root), run_id=run_id)
 
 
 def _delete_own(partials: Iterable[Path], *, run_id: str | None) -> None:
     for partial in partials:
-        # A link may lead to a folder that this run did not write.
+        # Don't follow a link: it may lead to a folder that this run did not write.
         if not partial.is_symlink() and _read_owner(partial) == (run_id or ""):
             _delete_uncommitted(partial)
 
 
 def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -> bool:
-    """Delete a step unless it is being read or has other files; return whether it was deleted.
-
-    A symbolic link is kept, and so is its target.
+    """Delete a step and return True, unless it is being read, has other files, or is a link.
 
     Args:
         directory: The step.
@@ -226,14 +221,14 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
         is_read: Delete the step although ranks still hold read locks on it; they have loaded it.
     """
     if directory.is_symlink():
-        # Its target is an archive that this run did not write: deleting would go through the link.
+        # Deleting would go through the link to an archive that this run did not write.
         logger.info("%s is kept: it is a symbolic link", directory)
         return False
     known = {record.path for record in manifest.files} | _CONTROL_FILES
     if added := _files_below(directory).keys() - known:
         logger.warning("%s is kept: %s is not a file of this step", directory, min(added))
         return False
-    # Writable, because NFS gives an exclusive lock only to a file that is open for writing.
+    # Open for writing, because NFS needs that for an exclusive lock.
     with open(directory / MANIFEST_NAME, "rb+") as file:
         if not is_read and _lock(file, fcntl.LOCK_EX) is False:
             logger.info("%s is kept for now: another process is reading it", directory)
@@ -242,20 +237,19 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
         (directory / MARKER_NAME).write_text(manifest.info.run_id or "")
         hidden = make_partial_path(directory.parent, manifest.step)
         os.rename(directory, hidden)
-    # Delete only after the manifest is closed: NFS renames an open file that is deleted, and keeps
-    # its folder.
+    # Close the manifest first: NFS does not delete an open file, but renames it and keeps its
+    # folder.
     _delete_files(hidden, known)
     return True
 
 
 @contextmanager
 def lock_for_reading(directory: str | Path) -> Iterator[None]:
-    """Lock a step directory, so that no process deletes it inside the ``with`` block.
+    """Lock a step directory to keep other processes from deleting it inside the ``with`` block.
 
-    The lock is ``flock`` on the manifest, shared among readers. Linux extends it over NFS to all
-    clients. On a file system without locks (some Lustre mounts) nothing is locked. This is only
-    logged at level DEBUG. If other programs read checkpoints there, set ``max_ckpt_to_keep=None``,
-    so that none is deleted.
+    Uses a shared ``flock`` on the manifest, which also works between NFS clients on Linux. On a
+    file system without locks (some Lustre mounts), nothing is locked and a DEBUG message is logged.
+    If other programs read checkpoints there, set ``max_ckpt_to_keep=None`` to never delete any.
 
     Raises:
         IncompleteCheckpointError: If the step has no manifest.
@@ -267,7 +261,7 @@ def lock_for_reading(directory: str | Path) -> Iterator[None]:
         try:
             file = stack.enter_context(open_manifest(path))
             is_free = _lock(file, fcntl.LOCK_SH) is not False
-            # Deleted between open and lock: the lock is on a file that no longer has this name.
+            # If it was deleted between open and lock, the locked file no longer has this name.
             if not is_free or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 raise CheckpointError(
                     f"{directory} is being deleted by its run: load another step."
@@ -320,7 +314,7 @@ def _read_owner(partial_step: Path) -> str | None:
 def _delete_uncommitted(directory: Path) -> None:
     """Delete the directory of a killed save or deletion, unless another program added a file."""
     present, known = _files_below(directory), set(_CONTROL_FILES)
-    # A manifest remains if a deletion was interrupted, or a save just before its final rename.
+    # There is a manifest if a deletion or the final rename of a save was interrupted.
     if MANIFEST_NAME in present:
         manifest = _try_read_manifest(directory)
         known |= set() if manifest is None else {record.path for record in manifest.files}
@@ -337,10 +331,10 @@ def _delete_uncommitted(directory: Path) -> None:
 
 
 def _delete_files(directory: Path, files: Iterable[str]) -> None:
-    """Delete these files of a directory, then its folders, which must be empty by then.
+    """Delete these files of a directory, then its folders.
 
-    A file that appears meanwhile is not deleted, and `rmdir` fails. The files that list what may be
-    deleted go last, so that `prune` can finish a deletion that was killed.
+    If other files appear meanwhile, they are kept and `rmdir` fails. Delete the control files last,
+    so that `prune` can finish a killed deletion.
     """
     for name in sorted(set(files) - _CONTROL_FILES):
         (directory / name).unlink(missing_ok=True)
@@ -359,7 +353,7 @@ def _files_below(directory: Path) -> dict[str, list[int]]:
         # os.walk lists links to directories as directories, but deleting one needs unlink.
         links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
         for path in (Path(folder, name) for name in (*files, *links)):
-            # lstat: a deletion removes the link itself, so record its state and not its target's.
+            # Use lstat, because a deletion removes the link and not its target.
             state = path.lstat()
             states[path.relative_to(directory).as_posix()] = [state.st_size, state.st_mtime_ns]
     return states
@@ -371,14 +365,14 @@ def _write_inventory(partial: Path) -> None:
         (partial / INVENTORY_NAME).write_text(json.dumps(present))
     except OSError as error:  # a full disk must not stop the start that renames it
         logger.warning("%s will not be deleted: its files cannot be listed (%s)", partial, error)
-        # Half an inventory is useless, and without one nothing unknown is deleted.
+        # Remove a partial inventory. Without one, no unknown file is deleted.
         (partial / INVENTORY_NAME).unlink(missing_ok=True)
 
 
 def _list_renamed_partials(root: str | Path) -> list[Path]:
     if not Path(root).is_dir():
         return []
-    # A file can have this name, too: `set_aside` also renames one in place of a step directory.
+    # Leave out files: `set_aside` also renames a file that has a step directory's name.
     return sorted(
         path for path in Path(root).iterdir() if _INCOMPLETE.fullmatch(path.name) and path.is_dir()
     )
@@ -401,7 +395,7 @@ def _try_read_manifest(directory: Path) -> Manifest | None:
 
 
 def _folder(path: str | Path) -> Path:
-    # As a path it would be a folder of that name below the working directory.
+    # Path() would turn a URL into a folder below the working directory.
     if "://" in str(path):
         raise ConfigError(
             f"{path} is a URL, but must be a local folder: give one, and the URL as hdfs_path."

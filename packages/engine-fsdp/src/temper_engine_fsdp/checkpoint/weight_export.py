@@ -77,8 +77,8 @@ def iterate_weights(
         for weight_name, tensor in file_names.split(name, full):
             yield NamedWeight(weight_name, tensor)
     for name, buffer in buffers.items():
-        # In its own dtype: rounded biases of routers choose other experts in the rollouts. Copied,
-        # so that the yielded tensor does not change with the model.
+        # Keep the dtype, because rounded router biases would choose other experts in rollouts.
+        # Clone, so that later updates do not change the yielded tensor.
         for weight_name, tensor in file_names.split(name, buffer.detach().clone()):
             yield NamedWeight(weight_name, tensor)
 
@@ -105,7 +105,7 @@ def load_weights(
     shapes |= {name: buffer.shape for name, buffer in buffers.items()}
     joiner = PartJoiner(shapes, file_names=file_names)
     for weight_name, tensor in stream:
-        # Names and shapes are checked after the loop: only then is a missing name known.
+        # Check names and shapes after the loop, when missing names are known.
         received.append(
             WeightEntry(name=weight_name, shape=tuple(tensor.shape), dtype=tensor.dtype)
         )
@@ -113,7 +113,7 @@ def load_weights(
         if joined is None:
             continue
         name, full = joined
-        # The sender may reuse its buffer for the next tensor, so buffers are copied.
+        # Copy buffers, because the sender may reuse its memory for the next tensor.
         shards[name] = (
             full.clone()
             if name in buffers
@@ -235,7 +235,7 @@ def open_portable_state(directory: str) -> SavedState:
 
 @torch.no_grad()
 def load_portable_buffers(buffers: Buffers, saved: SavedState, *, file_names: FileNames) -> None:
-    """Set buffers that another engine saved, such as router biases; others keep their values."""
+    """Load buffers that another engine saved, such as router biases. Keep the others unchanged."""
     for name, buffer in buffers.items():
         for file_name, part in file_names.split(name, buffer):
             if file_name in saved.buffers:

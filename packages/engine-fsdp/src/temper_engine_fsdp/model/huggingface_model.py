@@ -65,8 +65,8 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     Args:
         spec: The model's path or architecture.
         attention: Name of the attention kernel.
-        load_weights: False builds the model of `spec.path` with initial values, for a caller that
-            loads the weights itself.
+        load_weights: Load the weights from `spec.path`. Pass False to load them later by other
+            means; the model then has initial values.
 
     Returns:
         The model on the CPU in float32.
@@ -116,9 +116,9 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     _check_output_head(model, is_language_model=is_language_model)
     separate_sequences(model)
     for name in list_encoder_modules(model, model_type=config.model_type):
-        # Texts do not reach the encoder. It is sharded, saved and exported with the model.
+        # Text batches do not use the encoder, so it has no gradients.
         model.get_submodule(name).requires_grad_(False)
-    # Exported config.json must name the class that was built, not the one that was loaded.
+    # Name the class that was built in exported config.json files, not the one that was loaded.
     model.config.architectures = [type(model).__name__]
     return model
 
@@ -161,7 +161,7 @@ def _instantiate(
         attn_implementation=attention,
         trust_remote_code=allow_code,
         output_loading_info=True,
-        # All wrong shapes are then in the report, and `check_loading_report` refuses them.
+        # Report all wrong shapes, for `check_loading_report`, instead of raising at the first.
         ignore_mismatched_sizes=True,
     )
     return model, report

@@ -23,14 +23,14 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_fsdp.sharding.sharded_parameter import distribute_rows
 
 NAME = "temper_expert_parallel"
-"""Name under which transformers' modules of experts find `compute_experts`."""
+"""Name under which `compute_experts` is registered in transformers."""
 _DIVISION = "_temper_division"
 """Attribute on an expert module with its `Division`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """Ranks that divide a model's experts, and how each rank computes its own."""
+    """Ranks that divide a model's experts, and the function that computes each rank's experts."""
 
     group: ProcessGroup
     """Ranks that have different experts."""
@@ -63,7 +63,7 @@ class ExpertDivider:
         """Divided parameters so far, which FSDP must ignore."""
 
     def divide(self, module: nn.Module) -> None:
-        """Keep this rank's experts of a module, whose parameters must have their values."""
+        """Keep only this rank's experts of a module; call it after loading the weights."""
         for experts in find_experts(module):
             for name, parameter in list(experts.named_parameters(recurse=False)):
                 rows = distribute_rows(parameter.data, mesh=self._mesh, placements=[Shard(0)])
@@ -82,7 +82,7 @@ class ExpertDivider:
 
 
 def find_experts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of experts whose function transformers looks up by name."""
+    """Yield the expert modules whose function transformers looks up by name."""
     for part in module.modules():
         # transformers' decorator `use_experts_implementation` sets these attributes.
         if hasattr(part, "is_transposed") and hasattr(part, "has_gate"):
@@ -187,12 +187,12 @@ def _compute_local(module: nn.Module, rows: Tensor, experts: Tensor, division: D
         for name, parameter in module.named_parameters(recurse=False)
     }
     if not len(rows):
-        # The result depends on all parameters, so that they get a gradient of zero.
+        # Depend on all parameters to give them a gradient of zero.
         return rows + sum(shard.flatten()[0] for shard in shards.values())
     function: Callable[..., Tensor] = ALL_EXPERTS_FUNCTIONS.get_interface(
         division.local_function, _get_eager_forward(module)
     )
-    # The token's weights are applied on the rank that has the token.
+    # Use weights of 1 here: the rank that has the token applies the token's weights.
     ones = rows.new_ones(len(rows), 1)
     return function(_LocalExperts(module, shards), rows, experts[:, None], ones)
 
@@ -210,7 +210,7 @@ def _get_eager_forward(module: nn.Module) -> Callable[..., Tensor]:
 
 
 class _LocalExperts:
-    """A module of experts as transformers' functions read it, with this rank's experts only."""
+    """View of an expert module for transformers' functions, with only this rank's experts."""
 
     def __init__(self, module: nn.Module, shards: dict[str, Tensor]) -> None:
         self.__dict__.update(shards)
@@ -253,6 +253,6 @@ def _send_rows(
 def _exchange(
     rows: Tensor, num_sent: Sequence[int], num_received: Sequence[int], group: ProcessGroup
 ) -> Tensor:
-    """Send rows, sorted by rank, and return those that arrive, sorted by rank."""
+    """Exchange rows that are sorted by receiving rank; return rows sorted by sending rank."""
     exchanged: Tensor = _Exchange.apply(rows, num_sent, num_received, group)  # type: ignore[no-untyped-call]
     return exchanged

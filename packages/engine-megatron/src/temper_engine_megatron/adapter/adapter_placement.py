@@ -60,7 +60,7 @@ class AdapterPlacement:
     translation: BridgeTranslation
     """Maps names between Megatron and Hugging Face."""
     file_names: FileNames
-    """Names in files of the tensors in memory."""
+    """Maps tensors in memory to their names in files."""
     context: LayerContext
     linear_adapters: dict[str, LinearAdapter] = field(default_factory=dict)
     """Adapters by Hugging Face module; filled by `attach`."""
@@ -165,7 +165,7 @@ def plan_placement(
     file_names: FileNames,
     membership: Membership,
 ) -> AdapterPlacement:
-    """Decide what is adapted, before the model is built.
+    """Plan where to attach the adapter, before the model is built.
 
     Raises:
         ConfigError: If no module matches, or if one matches that cannot have an adapter.

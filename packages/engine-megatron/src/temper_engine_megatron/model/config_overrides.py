@@ -1,6 +1,6 @@
 """Overrides for fields in Megatron's own configs, checked against its dataclasses.
 
-Fields that the model or the engine decides are rejected, and so are fields without an effect here.
+Rejects fields that the model or the engine sets, and fields that have no effect here.
 """
 
 import difflib
@@ -108,11 +108,11 @@ _SET_BY_FIELD: Mapping[str, str] = {
     "moe_z_loss_coeff": "router_z_loss",
     "deterministic_mode": "deterministic",
 }
-"""Fields that a field of `MegatronConfig` decides, with its name."""
+"""Fields that a field of `MegatronConfig` sets, with the name of that field."""
 
 _SET_BY_ENGINE = frozenset(
     {
-        # Updates are skipped if they are not finite, and gradients reduced once, by the engine.
+        # The engine itself skips non-finite updates, and reduces gradients once per update.
         "calculate_per_token_loss",
         "finalize_model_grads_func",
         "grad_scale_func",

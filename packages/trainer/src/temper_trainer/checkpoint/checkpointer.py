@@ -101,7 +101,7 @@ class Checkpointer:
     verify: Callable[[Path], object] = verify
     """Compares a step directory with its manifest; raises DamagedCheckpointError."""
     _verified: set[Path] = field(default_factory=set, init=False)
-    """Step directories whose content this process has read and hashed, at their save or later."""
+    """Step directories whose files this process has read and hashed."""
 
     def save(
         self, state: TrainerState, *, roles: Mapping[str, WritePart], topology: Mapping[str, int]
@@ -130,8 +130,8 @@ class Checkpointer:
     def begin(self, step: int) -> CheckpointTransaction:
         """Start a step's transaction.
 
-        First delete what killed saves left, and this run's damaged steps when disk space is short.
-        Without space for them and the new step, each restart would fail at this save.
+        First delete leftovers of killed saves, and this run's damaged steps when disk space is
+        short. Otherwise each restart would fail at this save on a full disk.
 
         Raises:
             CheckpointError: If the step's directory already exists.
@@ -167,8 +167,8 @@ class Checkpointer:
         (own / STATE_FILE).write_text(state.to_json())
         reports = {**parts, TRAINER_PART: [report_part(own, [STATE_FILE])]}
         committed = transaction.commit(reports, info=info)
-        # Reading every file back for its checksum was part of the commit; verifying again would
-        # cost as much as the save.
+        # The commit has read every file for its checksum. Don't verify again, to not double the
+        # cost of a save.
         self._verified.add(committed)
         # Delete older steps after the commit. Until then, one of them may be the only complete one.
         self._delete_old()
@@ -177,10 +177,9 @@ class Checkpointer:
     def find(self, resume: str) -> Path | None:
         """Return the verified checkpoint to resume from; None starts at step 1.
 
-        With ``auto``, damaged and incomplete checkpoints newer than the last good one are renamed,
-        with a warning if the disk has less space than they take.
-        With the path of an earlier step in this run, later steps are renamed. Nothing is
-        deleted, and each rename is logged as a warning.
+        With ``auto``, rename damaged and incomplete checkpoints newer than the last good one, and
+        warn if the disk has less space than they take. With the path of an earlier step in this
+        run, rename later steps. Each rename is logged as a warning; nothing is deleted.
 
         Args:
             resume: The value of ``run.resume``: ``never``, ``auto``, or a path.
@@ -200,7 +199,7 @@ class Checkpointer:
         return checkpoint
 
     def preview(self, resume: str) -> Path | None:
-        """Return what `find` would return; nothing is renamed, and damaged steps are passed over.
+        """Return what `find` would return, without renaming anything.
 
         Raises:
             CheckpointError: In the cases of `find`, except if later steps already exist.
@@ -226,8 +225,8 @@ class Checkpointer:
                 with lock_for_reading(directory):
                     self._verify(directory)
                     check_step(directory, step=step)
-            # Any other error, such as a file that cannot be read at the moment, is no damage: it
-            # ends the start, and nothing is renamed.
+            # Don't catch other errors, such as a file that can't be read at the moment: they are no
+            # damage, so the run does not start and nothing is renamed.
             except IncompleteCheckpointError as error:
                 self._rename(directory, "incomplete", cause=str(error))
             except DamagedCheckpointError as error:
@@ -247,9 +246,9 @@ class Checkpointer:
         return newest_good
 
     def _delete_damaged_if_space_is_short(self) -> None:
-        """Delete damaged steps of this run if the next save needs their space.
+        """Delete this run's damaged steps if the next save needs their space.
 
-        Without a good checkpoint they are all that is left of the run, so they are kept.
+        Keep them when there is no good checkpoint, because they are all that is left of the run.
         """
         good, damaged = list_complete_steps(self.root), list_damaged_steps(self.root)
         if not (good and damaged):
@@ -268,7 +267,7 @@ class Checkpointer:
             )
 
     def _warn_if_space_is_short(self) -> None:
-        """Warn if the next save may find no space because of the damaged checkpoints."""
+        """Warn if damaged checkpoints may leave too little space for the next save."""
         sizes = measure_damaged_steps(self.root).values()
         free = shutil.disk_usage(self.root).free
         # The next save takes about as much as the largest of them.
@@ -299,7 +298,7 @@ class Checkpointer:
     def _check_later_steps(self, checkpoint: Path | None) -> None:
         """Rename later steps of this run, or refuse to start if they are from elsewhere.
 
-        Checked at the start: at the next save, the steps since the start would be lost.
+        Check at the start: failing at the next save would lose the steps trained until then.
         """
         done = 0 if checkpoint is None else self._read_step(checkpoint)
         later = [path for step, path in list_step_entries(self.root).items() if step > done]
@@ -323,8 +322,8 @@ class Checkpointer:
         return read_manifest(checkpoint).step if step is None else step
 
     def _rename_partial_saves(self) -> None:
-        # This is safe: this process has the lock of the run folder, so no other process writes
-        # them. Folders without the marker are not ours and are left alone.
+        # Safe, because this process holds the run folder's lock, so no other process writes them.
+        # Folders without the marker belong to other programs.
         for path in list_partial_saves(self.root):
             if (path / MARKER_NAME).is_file():
                 cause = "its run died while saving or deleting it"
@@ -344,7 +343,7 @@ class Checkpointer:
                 f"{path} is {reason} and cannot be renamed ({error.strerror}): make {self.root} "
                 "writable, or rename it yourself, and start again."
             ) from error
-        # Shorten the cause: the warning contains the path, and its advice was just followed.
+        # Shorten the cause: the warning has the path already, and the advice was just followed.
         cause = cause.replace(f"{path}/", "").replace(f"{path} ", "it ")
         cause = cause.removesuffix(": load another step directory.")
         logger.warning("checkpoint %s is %s (%s): renamed to %s", path, reason, cause, renamed.name)
@@ -367,17 +366,17 @@ class Checkpointer:
 
     def _verify(self, directory: Path) -> None:
         self.verify(directory)
-        # `verify` may compare sizes only, but a start reads this file before it reads any weights.
+        # Also read the trainer's state, because `verify` may only compare sizes.
         check_trainer_state(directory)
         self._verified.add(directory)
 
     def _verify_once(self, directory: Path) -> None:
-        """Verify the content once per process; later only file sizes, which reads no file.
+        """Verify the content once per process, and only file sizes after that.
 
-        Retention asks at every save, so reading again would cost `max_to_keep` times the save's
-        bytes. If the disk damages a file later, its size stays the same. `find` detects this,
-        because it reads every file before a resume. Then the run continues from another kept step:
-        keep at least two, which is the default.
+        Retention calls this at every save, where reading all kept steps would cost `max_to_keep`
+        times the save's bytes. It misses a file that the disk damages later at the same size.
+        `find` reads every file before a resume, so it detects that and uses another kept step. Keep
+        at least two steps, which is the default.
         """
         if directory in self._verified:
             verify(directory, with_content=False)
@@ -452,8 +451,8 @@ def check_resume_step(step: int, *, total_steps: int, checkpoint: Path | None) -
 def load_run_id(folder: Path) -> str:
     """Return the run id in a folder, created at its first start.
 
-    A file that is empty or not text, as a crash of the host can leave it, is renamed, and the run
-    gets a new id.
+    If the file is empty or not text, for example after a crash of the host, rename it and create a
+    new id.
 
     Raises:
         CheckpointError: If the file cannot be read or renamed.

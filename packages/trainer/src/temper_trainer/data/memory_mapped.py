@@ -1,7 +1,7 @@
-"""Prompts that are read and tokenized when they are used, from the positions of their lines.
+"""Prompts that are read from disk and tokenized on access, for `data.streaming`.
 
-A run starts at once, whatever the number of rows. Prompts and their order are the same as in a run
-that loads all rows first.
+A run starts at once, even with many rows. Prompts and their order are the same as when all rows are
+loaded at the start.
 """
 
 import os
@@ -21,11 +21,11 @@ from temper_trainer.types import Prompt
 
 _CHUNK_BYTES = 1 << 24
 _NUM_CHECKED_ROWS = 100
-"""Number of first rows among which `map_prompts` looks for chat messages to check the tools."""
+"""Number of first rows that `map_prompts` reads to find chat messages to check tools with."""
 
 
 def map_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "MappedPrompts":
-    """Return the prompts of ``data.train``, each of which is tokenized when it is used.
+    """Return the prompts of ``data.train``, to be tokenized on access.
 
     Raises:
         DataError: See `MappedPrompts`.
@@ -40,17 +40,14 @@ def map_prompts(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> "Mapped
     prompts = MappedPrompts(data.train, encode)
     if data.tools_path is not None:
         rows = [prompts.read_row(i) for i in range(min(len(prompts), _NUM_CHECKED_ROWS))]
-        # Later rows may be chat messages if these are not.
+        # Do not complain if none of these has chat messages: later rows may have some.
         if len(rows) == len(prompts) or any(not isinstance(row.prompt, str) for row in rows):
             encode_prompts(rows, tokenizer, data)
     return prompts
 
 
 class MappedLines:
-    """The lines of a local file, of which only their positions are in memory.
-
-    It needs 12 bytes per line.
-    """
+    """Lines of a local file, read on access. Keeps 12 bytes per line in memory (its position)."""
 
     def __init__(self, path: str) -> None:
         """Find the lines.
@@ -85,7 +82,7 @@ class MappedLines:
     def _read_line(self, line: int) -> bytes:
         start, end = (int(position) for position in self._starts[line : line + 2])
         try:
-            # Not mapped: reading a mapping of a file that was truncated kills the process.
+            # Do not use mmap: reading it after the file was truncated kills the process.
             data = os.pread(self._descriptor, end - start, start)
             has_changed = self._read_state() != self._state
         except OSError as error:
@@ -103,15 +100,15 @@ class MappedLines:
         return status.st_size, status.st_mtime_ns
 
     def _is_blank(self, line: int) -> bool:
-        # As text, because bytes.strip() does not remove spaces of Unicode, and loading rows does.
+        # Decode first: loading strips Unicode spaces, too, which bytes.strip() does not.
         return not self._read_line(line).decode("utf-8-sig", errors="replace").strip()
 
 
 class MappedPrompts(Sequence[Prompt]):
-    """The prompts of a source by the index of their row."""
+    """Prompts of a source, indexed by row."""
 
     def __init__(self, source: RecordSource, encode: Callable[[Row], Prompt]) -> None:
-        """Find the rows; none is read.
+        """Find the rows without reading them.
 
         Args:
             source: Local JSON lines, or a data set.
@@ -152,7 +149,7 @@ class MappedPrompts(Sequence[Prompt]):
         """Return a row before it is tokenized.
 
         Raises:
-            DataError: If it has no prompt, for example.
+            DataError: If the row is invalid, for example without a prompt.
         """
         location, record = self._read(row_id)
         return build_row(record, config=self._source, row_id=row_id, location=location)
@@ -169,9 +166,9 @@ class MappedPrompts(Sequence[Prompt]):
 
 
 def _find_lines(descriptor: int) -> tuple[npt.NDArray[np.int64], list[int]]:
-    """Return the position of each line and the end of the file, and which lines start without "{".
+    """Return the start of each line and the end of the file, and the lines that may be blank.
 
-    A line that starts with "{" is not blank.
+    A line may be blank if it does not start with "{".
     """
     starts = [np.empty(0, dtype=np.int64)]
     unusual: list[int] = []

@@ -23,12 +23,12 @@ from rich.table import Table
 from temper_trainer.progress import ProgressTask, list_active_tasks
 
 NUM_RECENT = 20
-"""Steps over which the table of metrics averages."""
+"""Number of recent steps to average in the metric table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LineMetric:
-    """A metric that is shown on a step's line."""
+    """A metric to show on a step's line."""
 
     metric: str
     label: str
@@ -73,7 +73,7 @@ def format_step_line(
     Args:
         step: Step of the phase.
         metrics: Logged metrics; those that are not in `LINE_METRICS` are not shown.
-        phase: Name of the phase, which begins the line.
+        phase: Name of the phase, to print at the start of the line.
         total: Number of steps in the phase, if known.
 
     Example:
@@ -132,7 +132,7 @@ class Dashboard:
         self._live.stop()
 
     def advance(self, num_steps: int) -> None:
-        """Move the bar of the steps forward."""
+        """Advance the step bar."""
         self._steps.advance(self._step_bar, num_steps)
 
     def update(self, metrics: Mapping[str, float]) -> None:

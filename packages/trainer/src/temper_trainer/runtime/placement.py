@@ -22,7 +22,7 @@ class RoleRequest:
     num_workers: int
     """Number of processes, one per rank or server."""
     pool: str
-    """Resource pool, whose roles share devices; see `plan_bundles`."""
+    """Resource pool. Roles in the same pool share devices; see `plan_bundles`."""
     devices_per_worker: int = 1
     """Devices per worker, such as a server's tensor-parallel size."""
 
@@ -48,7 +48,7 @@ class Bundle:
 
     @property
     def worker_resources(self) -> tuple[float, float]:
-        """CPU cores and GPUs of one role: they are divided equally."""
+        """CPU cores and GPUs per role, as equal fractions of the bundle."""
         return self.cpus / len(self.roles), self.gpus / len(self.roles)
 
 
@@ -59,10 +59,10 @@ class Placement:
     bundles: tuple[Bundle, ...]
     """Ordered by pool and rank."""
     spans: Mapping[str, int] = field(default_factory=dict)
-    """Bundles of one worker of a role, if there are several."""
+    """Number of bundles per worker, for roles whose workers use several."""
 
     def find_bundle(self, role: str, rank: int) -> int:
-        """Return the index of the bundle of a worker that has a single one."""
+        """Return the bundle index for a worker that uses a single bundle."""
         return self.list_bundles(role)[rank]
 
     def list_bundles(self, role: str) -> list[int]:
@@ -70,14 +70,14 @@ class Placement:
         return [i for i, bundle in enumerate(self.bundles) if role in bundle.roles]
 
     def group_bundles(self, role: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Return the indices of the bundles of each worker, which are on one host.
+        """Return the bundle indices for each worker, all on the same host.
 
         Args:
             role: A role whose workers may have several bundles.
             hosts: Each bundle's host.
 
         Raises:
-            ConfigError: If the bundles on a host are no multiple of those of a worker.
+            ConfigError: If a host's bundles can't be divided evenly into workers.
         """
         span = self.spans.get(role, 1)
         by_host: dict[str, list[int]] = {}
@@ -97,7 +97,7 @@ class Placement:
         ]
 
     def describe(self) -> str:
-        """Return one line per bundle, and one per role whose workers have several."""
+        """Return one line per bundle, and one per role whose workers use several bundles."""
         lines = [
             f"{b.pool}[{b.rank}]: {', '.join(b.roles)} on {b.cpus:g} CPU, {b.gpus:g} GPU"
             for b in self.bundles
@@ -120,8 +120,8 @@ def collect_role_requests(config: TrainerConfig) -> dict[str, RoleRequest]:
         for name, role in roles.items()
     }
     if config.averaged_engine is not None:
-        # Use the actor's number of workers and pool. Then each device of the actor also has one
-        # rank of the averaged model, and the same amount of memory is left on every device.
+        # Use the actor's number of workers and pool to give each of its devices one rank of the
+        # averaged model. Every device then has the same amount of memory left.
         requests[AVERAGED_ROLE] = requests["actor"]
     if config.generates_completions and not config.rollout.vllm.has_remote_servers:
         rollout = config.rollout
@@ -176,10 +176,10 @@ def plan_placement(
 
 
 def find_missing_cpus(config: TrainerConfig) -> str | None:
-    """Return the message of `plan_placement` if Ray would start on this host and it is too small.
+    """Return the error message of `plan_placement` if Ray would start here with too few CPU cores.
 
-    Nothing is known about a running cluster, nor about the hosts of a GPU run, which may be checked
-    on a host without GPUs.
+    Returns None for a running cluster and for GPU runs, which may be checked on another host than
+    they run on.
     """
     runtime = config.runtime
     if runtime.kind != "ray" or runtime.address is not None or "RAY_ADDRESS" in os.environ:
@@ -236,7 +236,7 @@ def _group_by_pool(roles: Mapping[str, RoleRequest]) -> dict[str, dict[str, Role
 
 
 def _find_spans(roles: Mapping[str, RoleRequest]) -> dict[str, int]:
-    """Return the bundles of one worker for each role whose workers have several."""
+    """Return the number of bundles per worker, for roles whose workers use several."""
     return {
         name: request.devices_per_worker
         for members in _group_by_pool(roles).values()
@@ -246,7 +246,7 @@ def _find_spans(roles: Mapping[str, RoleRequest]) -> dict[str, int]:
 
 
 def _count_devices(members: Mapping[str, RoleRequest]) -> int:
-    """Return the number of devices of each bundle of a pool."""
+    """Return the number of devices per bundle in a pool."""
     sizes = {request.devices_per_worker for request in members.values()}
     return sizes.pop() if len(sizes) == 1 else 1
 
@@ -270,9 +270,7 @@ def _check_fits(
 def describe_plan(config: TrainerConfig) -> list[str]:
     """Return lines that describe where processes will run and how weights will be sent.
 
-    Uses only the configuration, for `--check`. The cluster's resources are checked when a run
-    starts.
-
+    Uses only the configuration, for `--check`. A run checks the cluster's resources when it starts.
     """
     if config.runtime.kind == "inline":
         return [*_describe_inline_placement(config), *describe_weight_path(config)]
@@ -329,7 +327,7 @@ def _describe_server(name: str, number: int, *, devices: Sequence[str]) -> str:
 
 
 def describe_weight_path(config: TrainerConfig) -> list[str]:
-    """Return a line on how weights get to the sampler, as far as it is known before the start."""
+    """Describe how weights get to the sampler, as far as the configuration tells; one line."""
     if config.task not in RL_TASKS:
         return []
     sync = config.weight_sync

@@ -74,7 +74,7 @@ class DeltaReceiver(Protocol):
 
 
 class StreamTransport:
-    """Sends buckets with checksums, through the driver, to a sampler that has no other way."""
+    """Sends buckets with checksums through the driver, for samplers without another way."""
 
     def __init__(
         self, *, export: Callable[[], Iterable[WeightBucket]], sampler: StreamReceiver
@@ -177,13 +177,13 @@ class StreamDeltaTransport:
 
     def send(self, version: int) -> SentWeights:
         """Send a delta if possible, otherwise all weights."""
-        # None while sending: after an error it is unknown which weights the sampler has.
+        # None while sending, because after an error the sampler's weights are unknown.
         base_version, self._base_version = self._base_version, None
         sent = None if base_version is None else self._send_delta(base_version, version=version)
         if sent is None:
             sent = self._full_transport.send(version)
-            # A second export, so that full transports need not know about deltas. It is rare, and
-            # the weights cannot change in between.
+            # Export a second time to keep deltas out of the full transports. This is rare, and the
+            # weights cannot change in between.
             self._actor.run_on_all(cache_current_weights, self._key, self._bucket_bytes, version)
         self._base_version = version
         return sent
@@ -220,7 +220,7 @@ def cache_current_weights(worker: WeightSender, key: str, bucket_bytes: int, ver
     if not worker.is_first:
         participate_in_export(worker)
         return
-    # Freed first: otherwise two copies of the model would be in memory.
+    # Free the old copy first, to never have two copies of the model in memory.
     drop_cached_weights(worker, key)
     entries, tensors = [], []
     with worker.export_weights() as stream:
@@ -258,11 +258,11 @@ def export_delta(
                 bucket, cached.tensors[index], max_changed_fraction=max_changed_fraction
             )
             counts = tuple(tensor_delta.count for tensor_delta in delta)
-            # Zeros, so that padding between tensors has a defined checksum.
+            # Start from zeros, so that padding between tensors has a defined checksum.
             data = torch.zeros(count_delta_bytes(entries, counts), dtype=torch.uint8)
             pack_delta(data, delta, entries)
-            # The copy is updated with the sent bytes and not with the weights: so it is exactly
-            # what the sampler has.
+            # Update the cached copy with the sent bytes, not with the weights, so that it equals
+            # the sampler's weights exactly.
             apply_delta(cached.tensors[index], data, entries, counts)
             buckets.append(
                 DeltaBucket(

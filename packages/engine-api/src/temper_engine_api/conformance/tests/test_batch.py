@@ -1,4 +1,4 @@
-"""Conformance tests of batches: plans are executed as given, outputs are in input order."""
+"""Conformance tests for batches: engines execute plans unchanged and keep the order of samples."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -142,11 +142,11 @@ def test_unshard_restores_the_sharded_batch(
     setup, plain_batch = oracle.make_setup(QWEN2_GROUPED), oracle.get_batch()
     batch = replace(
         plain_batch,
-        # An engine that loses these positions could compute the default ones again, so use others.
+        # Use other positions than the default, which an engine could compute again.
         position_ids=plain_batch.get_position_ids().flip(0),
         media=tuple(f"image {i}" for i in range(plain_batch.num_sequences)),
     )
-    # A random order, because ascending ids are what an engine returns by default.
+    # Use a random order, because engines return ascending ids by default.
     ids = batch.sample_ids[
         torch.randperm(batch.num_sequences, generator=torch.Generator().manual_seed(1))
     ]

@@ -1,4 +1,4 @@
-"""Conformance tests for MoE routers: losses, loads of experts, replayed choices."""
+"""Conformance tests for MoE routers: losses, expert load and routing replay."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ def test_expert_loads_are_those_of_all_ranks(
     """Compare the metrics for expert load with counts of transformers' choices."""
     setup, batch = make_setup(oracle), oracle.get_batch()
     expected = merge_update_metrics([oracle.get_update(setup, ZeroProbe(), batch)])
-    # With more micro-batches than pairs of samples there are dummies, which are no load.
+    # Five micro-batches need dummies, which must not count as load.
     for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
         actual = merge_update_metrics(
             engine_under_test.run(
@@ -89,7 +89,7 @@ def test_expert_loads_are_those_of_all_ranks(
 
 
 def prescribe_experts(oracle: OracleCache) -> SequenceBatch:
-    """Return a batch that sends each token to random experts, but the last of each sequence."""
+    """Return a batch that prescribes random experts for each token but a sequence's last one."""
     batch = oracle.get_batch()
     draw = torch.Generator().manual_seed(3)
     num_layers, num_experts, num_chosen = 4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
@@ -103,7 +103,7 @@ def prescribe_experts(oracle: OracleCache) -> SequenceBatch:
 def test_log_probs_with_replayed_experts_match_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare log-probs with transformers, with tokens sent to the same experts."""
+    """Compare log-probs with transformers for the same expert choices."""
     setup, batch = make_setup(oracle), prescribe_experts(oracle)
     for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
         outputs = engine_under_test.run(
@@ -149,7 +149,7 @@ def test_returned_experts_are_those_of_transformers_or_the_prescribed_ones(
 def test_gradient_with_replayed_experts_matches_transformers(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
-    """Compare gradients, also of routers, with transformers whose tokens go to the same experts."""
+    """Compare gradients, including the routers', with transformers for the same expert choices."""
     setup, batch = make_setup(oracle), prescribe_experts(oracle)
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):

@@ -1,8 +1,8 @@
 """Run each rollout as a task of one event loop: sample, let its environment answer, score.
 
-Rollouts do not wait for each other, unless a limit or the sampler requires it. Sampling,
-environments and rewards have separate limits. A rollout that waits for one limit uses no thread and
-does not count in the other limits. Earlier rollouts continue first.
+Rollouts wait for each other only when a limit or the sampler requires it. Sampling, environments
+and rewards have separate limits. A rollout that waits for one limit uses no thread and does not
+count towards the others. Earlier rollouts continue first.
 
 The event loop runs in a thread. The main thread starts coroutines in it, waits for them, and pauses
 sampling while it publishes weights.
@@ -52,11 +52,11 @@ T = TypeVar("T")
 Argument = TypeVar("Argument")
 
 Finish = Callable[[int, Conversation], Awaitable[object]]
-"""Called with index and conversation of a rollout that has ended."""
+"""Called with a rollout's index and conversation when it ends."""
 
 CLOSE_TIMEOUT_S = 60.0
-"""Maximum time to wait for open calls of the sampler when the run ends. A call that ignores the
-interrupt must not keep the run from ending."""
+"""Maximum time to wait for open sampler calls when the run ends, for calls that ignore the
+interrupt."""
 CANCEL_TIMEOUT_S = 10.0
 """Time for cancelled coroutines to end, such as one that closes the connection to a server."""
 
@@ -110,11 +110,11 @@ class RolloutScheduler:
             make_environment: Makes the environment of a rollout; None for single-turn rollouts.
             named_environments: Configuration and factory of other environments, by the name in
                 `Prompt.environment`.
-            max_sampling: Maximum number of open requests at a sampler with streaming. Others wait
-                here, so that they start with newer weights.
-            interrupts: True if a pause interrupts open requests; False if it waits for them.
+            max_sampling: Maximum number of open requests to a streaming sampler. Other requests
+                wait in the scheduler and later start with newer weights.
+            interrupts: Interrupt open requests in a pause; False waits for them.
             recorder: Records completions; closed with the scheduler.
-            replay: Returns recorded completions, so that nothing is sampled.
+            replay: Returns recorded completions instead of sampling.
             vocab_size: Number of token ids that environments and agents may use; None does not
                 check them.
         """
@@ -178,14 +178,13 @@ class RolloutScheduler:
         except Exception:
             raise
         except BaseException:
-            # A request to stop the run: nothing waits for the rollouts any more, and the save that
-            # follows needs the cores.
+            # The run is being stopped. Nothing needs the rollouts, and the save needs the cores.
             self.cancel()
             raise
 
     @contextmanager
     def pause_sampling(self) -> Iterator[None]:
-        """Let no request be sampled during the body."""
+        """Pause all sampling during the body."""
         self.run(self._sampler.pause())
         try:
             yield

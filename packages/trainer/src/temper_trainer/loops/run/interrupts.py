@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.1
-"""Longest time until a stop that a finalizer has swallowed is repeated."""
+"""Longest time before a WorkAbandoned that a finalizer swallowed is raised again."""
 _NOT_STOPPED = "{signal}: not stopped within {grace}, so this process ends now. {saved}"
 
 
@@ -62,10 +62,9 @@ class _Mode(enum.IntEnum):
     """Effect of a stop request on the current work."""
 
     DEFER = 0
-    """Only set the flag, for example during an optimizer update or a save."""
+    """Finish the work, for example an optimizer update or a save."""
     ABANDON_LATE = 1
-    """Interrupt the step after half of the grace period, so that a step that ends by then is
-    kept."""
+    """Interrupt it after half of the grace period, to keep a step that ends before that."""
     ABANDON = 2
     """Interrupt it at once."""
 
@@ -286,9 +285,9 @@ class StopRequest:
             self._previous.clear()
 
     def _watch(self, reader: socket.socket) -> None:
-        """Wait for the first signal and enforce the deadline; runs in its own thread."""
+        """Wait for the first signal, then enforce the deadline; runs in its own thread."""
         with reader:
-            # The watcher peeks, too, so a stop signal's number stays in the socket.
+            # Peek to leave a stop signal's number in the socket for the watcher process.
             while received := reader.recv(4096, socket.MSG_PEEK):
                 if (number := find_signal(received)) is not None:
                     self._start_grace(number)
@@ -303,8 +302,7 @@ class StopRequest:
         logger.warning(
             "%s: stopping within %s; Ctrl-C from now on stops at once", name, self._grace
         )
-        # Half of the period, so that the other half is left to save the step before the abandoned
-        # one.
+        # Wait for half of the period. The other half is needed to save the last completed step.
         if self._closes_until(self.deadline - self.grace_s / 2):
             return
         self._is_late = True
@@ -328,8 +326,8 @@ class StopRequest:
     def _wake_main_thread(self) -> None:
         """Interrupt a blocking call of the main thread, so that its handler can raise."""
         with self._guard:
-            # After a second SIGINT the handlers from before are active, which would end the
-            # process, and so they are after this context.
+            # After a second SIGINT or the end of this context, the previous handlers are active and
+            # would end the process.
             if self._previous and not self._is_closed.is_set():
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
@@ -342,8 +340,8 @@ _active: StopRequest | None = None
 def allow_stop_after_half_grace() -> Iterator[None]:
     """Let a stop request interrupt the body after half of the grace period.
 
-    The body must not change weights. No effect in other threads than the main thread, without a
-    StopRequest, or if the body may be interrupted at once anyway.
+    The body must not change weights. This has no effect outside of the main thread, without a
+    StopRequest, or when the body may already be interrupted.
     """
     stop = _active
     if (
@@ -368,9 +366,10 @@ def end_process(code: int) -> None:
 def end_process_at(deadline: float | None, *, signal_number: int) -> None:
     """End this process at a value of `time.monotonic`, if it still runs then.
 
-    Handlers of atexit and destructors may hang after `main` has returned. The watcher of the
-    StopRequest has ended with it, because a program that calls `train` may go on after a stop. No
-    thread takes its place: none runs while a handler holds the GIL, or once Python is finalized.
+    Use it when `main` has returned, because atexit handlers and destructors may hang. The watcher
+    of the StopRequest has ended by then, since a program that calls `train` may continue after a
+    stop. A thread can't do this: it does not run while a handler holds the GIL, or once Python is
+    finalized.
 
     Args:
         deadline: None has no effect.

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _PROGRESS_INTERVAL_S = 1.0
 _HEARTBEAT_INTERVAL_S = 5.0
 _SECRETS_VARIABLE = "TEMPER_SERVER_SECRETS"
-"""Variable with the spec's secrets, which processes that vLLM starts inherit."""
+"""Environment variable that passes the spec's secrets on to processes that vLLM starts."""
 
 
 class ServerLoop:
@@ -165,8 +165,8 @@ def kill_process_group() -> None:
 
 
 def hide_secrets() -> None:
-    """Hide the secrets of the spec and of the environment in whatever this process prints."""
-    # Before vLLM is imported, whose log handlers keep the stream that they find.
+    """Redact secrets of the spec and the environment in all output of this process."""
+    # Call this before importing vLLM, because its log handlers keep the streams that they find.
     redact_standard_streams()
     sys.excepthook = print_redacted_traceback
     register_secrets(json.loads(os.environ.get(_SECRETS_VARIABLE, "[]")))
@@ -192,7 +192,7 @@ def main(descriptor: int) -> None:
     inbox: queue.SimpleQueue[Call] = queue.SimpleQueue()
     threading.Thread(target=read_messages, args=(connection, inbox), daemon=True).start()
     if not spec.directory:
-        # A server that listens has a separate temporary directory for each run.
+        # For a listening server, use the temporary directory that it made for this run.
         spec = replace(spec, directory=tempfile.gettempdir())
     os.environ.update(spec.environment)
     # Imported late: vLLM reads environment variables when it is imported.
@@ -207,6 +207,6 @@ def main(descriptor: int) -> None:
 if __name__ == "__main__":
     main(int(sys.argv[1]))
 elif __name__ == "__mp_main__":
-    # In a process that vLLM spawns, such as a worker: multiprocessing imports the main module of
-    # the server before anything else. A fork has the streams of the server.
+    # In processes that vLLM spawns, multiprocessing imports this module before anything else. Forks
+    # need no call, because they inherit the server's streams.
     hide_secrets()
