@@ -60,7 +60,7 @@ class FSDP2Module:
         ignored = set[nn.Parameter]() if divider is None else divider.parameters
         encoder = _list_encoder_modules(model.hf)
         layers = find_layers(model.hf, names=config.wrap_modules)
-        groups = _group_layers(layers, size=config.wrap_together, encoder=encoder)
+        groups = group_layers(layers, size=config.wrap_together, encoder=encoder)
         wrapped = []
         for group in groups:
             for layer in group:
@@ -184,7 +184,7 @@ def require_single_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh
 
 
-def _group_layers(
+def group_layers(
     layers: Sequence[nn.Module], *, size: int, encoder: Collection[nn.Module]
 ) -> list[list[nn.Module]]:
     """Split the layers of the encoder of images, and the rest, into groups of at most `size`."""
