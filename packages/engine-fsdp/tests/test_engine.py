@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -295,11 +297,13 @@ def test_a_window_that_a_model_does_not_read_is_not_changed(
     )
 
 
-def test_a_wrong_module_name_lists_those_there_are(start: Start) -> None:
-    with pytest.raises(
-        ConfigError, match=r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"
-    ):
-        start(wrap_modules=("Qwen9Layer",))
+def test_a_wrong_module_name_lists_those_there_are(start: Start, config: FSDPConfig) -> None:
+    changes: dict[str, Any] = {"wrap_modules": ("Qwen9Layer",)}
+    sentence = r"wrap_modules names \['Qwen9Layer'\].*Qwen2DecoderLayer"
+    with pytest.raises(ConfigError, match=sentence):
+        start(**changes)
+    with pytest.raises(ConfigError, match=sentence):
+        FSDPEngine.check_model(replace(config, **changes))
 
 
 def test_failed_init_model_destroys_the_process_group_it_created(start: Start) -> None:
@@ -308,12 +312,16 @@ def test_failed_init_model_destroys_the_process_group_it_created(start: Start) -
     assert not torch.distributed.is_initialized()
 
 
-def test_nested_modules_cannot_be_wrapped_together(start: Start) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"wrap_modules names Qwen2DecoderLayer, which contains a Qwen2MLP",
-    ):
-        start(wrap_modules=("Qwen2DecoderLayer", "Qwen2MLP"), wrap_together=2)
+def test_nested_modules_cannot_be_wrapped_together(start: Start, config: FSDPConfig) -> None:
+    changes: dict[str, Any] = {
+        "wrap_modules": ("Qwen2DecoderLayer", "Qwen2MLP"),
+        "wrap_together": 2,
+    }
+    sentence = "wrap_modules names Qwen2DecoderLayer, which contains a Qwen2MLP"
+    with pytest.raises(ConfigError, match=sentence):
+        start(**changes)
+    with pytest.raises(ConfigError, match=sentence):
+        FSDPEngine.check_model(replace(config, **changes))
 
 
 def test_lora_without_peft_names_the_extra_to_install(

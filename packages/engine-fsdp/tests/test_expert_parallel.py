@@ -5,16 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
-from temper_engine_fsdp.runtime.process_group import join, leave
 from temper_engine_fsdp.sharding.expert_parallel import check_divisible_experts
-from temper_engine_fsdp.sharding.fsdp2 import require_single_axis
 
 SIZES: Mapping[str, Scalar] = {
     "vocab_size": 61,
@@ -67,16 +64,11 @@ def test_fsdp1_is_refused() -> None:
         FSDPConfig(model=ModelSpec(architecture=EXPERTS), strategy="fsdp1", expert_parallel=True)
 
 
-def test_copies_of_shards_are_refused() -> None:
-    # As on two hosts with fsdp_size at the ranks of one, with one rank each.
-    membership = join(device=torch.device("cpu"), timeout_s=20.0)
-    try:
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards"))
-        with pytest.raises(ConfigError, match=r"fsdp_size is less than .* set fsdp_size to null"):
-            require_single_axis(mesh)
-    finally:
-        # The group must not stay for the next tests if this one fails.
-        leave(membership)
+def test_copies_of_shards_are_refused(config: FSDPConfig) -> None:
+    divided = replace(config, expert_parallel=True, fsdp_size=2)
+    divided.check_num_ranks(2)
+    with pytest.raises(ConfigError, match=r"fsdp_size is less than .* set fsdp_size to null"):
+        divided.check_num_ranks(4)
 
 
 def test_adapter_on_experts_is_refused(start: Callable[..., FSDPEngine]) -> None:

@@ -154,7 +154,7 @@ def test_new_adapter_depends_only_on_the_seed(start: Start) -> None:
         ),
         (
             replace(LORA, modules_to_save=("no_such",)),
-            r"lora.modules_to_save names no_such, but Qwen2ForCausalLM has no such module",
+            r"lora.modules_to_save names no_such, but no layer of this model has that name",
         ),
         (
             replace(LORA, modules_to_save=("lm_head",)),
@@ -166,9 +166,26 @@ def test_new_adapter_depends_only_on_the_seed(start: Start) -> None:
         ),
     ],
 )
-def test_what_cannot_be_adapted_is_refused(start: Start, lora: LoraSpec, sentence: str) -> None:
+def test_what_cannot_be_adapted_is_refused_also_before_the_run(
+    start: Start, config: FSDPConfig, lora: LoraSpec, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         start(lora=lora)
+    with pytest.raises(ConfigError, match=sentence):
+        FSDPEngine.check_model(replace(config, lora=lora))
+    if lora.path is None:
+        with pytest.raises(ConfigError, match=sentence):
+            FSDPEngine.check_model(replace(config, lora=replace(lora, dora=True)))
+
+
+def test_fully_trained_modules_and_dora_pass_the_check(config: FSDPConfig) -> None:
+    untied = {**config.model.architecture, "tie_word_embeddings": False}
+    for model, lora in (
+        (config.model, replace(LORA, dora=True)),
+        (ModelSpec(architecture=untied), replace(LORA, modules_to_save=("lm_head",))),
+        (ModelSpec(architecture=untied, model_type="value_model"), LORA),
+    ):
+        FSDPEngine.check_model(replace(config, model=model, lora=lora))
 
 
 def test_another_kind_of_adapter_is_refused(start: Start, tmp_path: Path) -> None:

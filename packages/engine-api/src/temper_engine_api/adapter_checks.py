@@ -103,7 +103,7 @@ def find_adapter_weights(path: str) -> Path:
 
 
 def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None:
-    """Reject target names that match no module in the model.
+    """Reject names of modules to adapt, to exclude or to train in full that match no module.
 
     PEFT ignores such a name when another name matches.
 
@@ -114,7 +114,7 @@ def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None
     Raises:
         ConfigError: If a name, or a pattern of modules to exclude, matches nothing.
     """
-    for key in ("target_modules", "exclude_modules"):
+    for key in ("target_modules", "exclude_modules", "modules_to_save"):
         requested: str | tuple[str, ...] = getattr(spec, key)
         if isinstance(requested, str):
             # PEFT itself rejects a pattern of targets that matches nothing.

@@ -102,10 +102,9 @@ def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> 
     )
     if not isinstance(hidden, int) or not isinstance(heads, int):
         return
-    if heads < 1:
-        raise ConfigError(
-            f"model.architecture.num_attention_heads is {heads}, but must be at least 1."
-        )
+    for name, size in (("num_attention_heads", heads), ("hidden_size", hidden)):
+        if size < 1:
+            raise ConfigError(f"model.architecture.{name} is {size}, but must be at least 1.")
     # In `vars`, because configs of transformers with a size per layer refuse to be asked for one.
     is_derived = vars(config).get("head_dim") in (None, hidden // heads)
     if hidden % heads and is_derived and "head_dim" not in architecture:

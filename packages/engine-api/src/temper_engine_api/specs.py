@@ -433,6 +433,13 @@ class EngineConfig:
             ConfigError: If one cannot.
         """
 
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Check sizes of the parallel layout, other than `replica_size`, against the world size.
+
+        Raises:
+            ConfigError: If a size does not fit.
+        """
+
     @property
     def replica_size(self) -> int:
         """Number of ranks per model replica; divides the world size."""

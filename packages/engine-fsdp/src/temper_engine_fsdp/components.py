@@ -1,7 +1,7 @@
 """The components of an engine, and how they are built from its config."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -40,6 +40,7 @@ from temper_engine_fsdp.model.packed_model import (
     PREFIX,
     PackedModel,
     build_head,
+    find_layers,
     make_constant_getter,
 )
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_heads
@@ -63,6 +64,7 @@ from temper_engine_fsdp.runtime.performance import (
 )
 from temper_engine_fsdp.runtime.process_group import DataGroups, Membership
 from temper_engine_fsdp.sharding.expert_parallel import check_divisible_experts
+from temper_engine_fsdp.sharding.fsdp2 import group_layers
 from temper_engine_fsdp.sharding.sharded_module import ShardedModule, shard_model
 from temper_engine_fsdp.sharding.sharded_parameter import Buffers, ShardedParameters
 from temper_engine_fsdp.training.micro_batch_runner import MicroBatchRunner
@@ -168,6 +170,7 @@ def build_components(config: FSDPConfig, *, loss_scale: LossScale) -> EngineComp
 def _build(
     config: FSDPConfig, *, kernel: str, membership: Membership, loss_scale: LossScale
 ) -> EngineComponents:
+    config.check_num_ranks(membership.world_size)
     device = membership.device
     mesh = process_group.build_mesh(membership, fsdp_size=config.fsdp_size)
     data_groups = process_group.build_data_groups(
@@ -282,6 +285,7 @@ def check_model(config: FSDPConfig) -> None:
     )
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     _build_routers(config, hf, sequence_group=None)
+    group_layers(find_layers(hf, names=config.wrap_modules), size=config.wrap_together, encoder=())
     if config.expert_parallel:
         # The rank count is only known when they start.
         check_divisible_experts(hf, num_shards=1)
@@ -296,13 +300,15 @@ def check_model(config: FSDPConfig) -> None:
     if not config.lora.is_enabled:
         return
     lora_adapter = _import_lora_adapter()
-    if lora_adapter.requires_loaded_weights(config.lora, model=config.model):
-        # PEFT would compute with the base weights, but on the meta device they have no values. So
-        # only the names are checked.
+    # PEFT computes DoRA's magnitudes from the base weights, which have no values on the meta
+    # device. Its modules are those of an adapter without DoRA.
+    lora = replace(config.lora, dora=False)
+    if lora.path is not None and lora_adapter.requires_loaded_weights(lora, model=config.model):
+        # PEFT would compute with the base weights here, too, so only the names are checked.
         names = [name for name, _ in hf.named_modules()]
-        adapter_checks.check_target_names(config.lora, module_names=names)
+        adapter_checks.check_target_names(lora, module_names=names)
     else:
-        lora_adapter.attach_adapter(hf, spec=config.lora, model=config.model)
+        lora_adapter.attach_adapter(hf, spec=lora, model=config.model)
 
 
 def _build_hf(

@@ -226,6 +226,31 @@ class FSDPConfig(EngineConfig):
                 "Choose a folder with write permission."
             ) from error
 
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Check that these ranks can shard the model as configured.
+
+        Raises:
+            ConfigError: If fsdp_size or reshard_after_forward is no divisor, or experts would be
+                replicated.
+        """
+        num_shards = num_ranks if self.fsdp_size is None else self.fsdp_size
+        if num_ranks % num_shards:
+            raise ConfigError(
+                f"fsdp_size is {num_shards}, but must divide the world size {num_ranks}: choose a "
+                "divisor."
+            )
+        if self.expert_parallel and num_shards < num_ranks:
+            raise ConfigError(
+                "expert_parallel is on and fsdp_size is less than the number of ranks, but the "
+                "gradients of experts are not summed over replicas: set fsdp_size to null."
+            )
+        reshards = self.reshard_after_forward
+        if not isinstance(reshards, bool) and num_shards > 1 and num_shards % reshards:
+            raise ConfigError(
+                f"reshard_after_forward is {reshards}, but must be true, false or a divisor of the "
+                f"{num_shards} shards."
+            )
+
     @property
     def replica_size(self) -> int:
         """Number of ranks that share one pack."""

@@ -140,6 +140,22 @@ class MegatronConfig(EngineConfig):
                     f"{name} is {getattr(self, name)}, but must be at least 0 and finite."
                 )
 
+    def check_num_ranks(self, num_ranks: int) -> None:
+        """Check that the ranks can be divided into copies of the experts.
+
+        Raises:
+            ConfigError: If they cannot.
+        """
+        expert_tensor_parallel = self.expert_tensor_parallel_size
+        size = expert_tensor_parallel * self.expert_parallel * self.pipeline_parallel
+        if num_ranks % size:
+            raise ConfigError(
+                f"expert_tensor_parallel {expert_tensor_parallel} x expert_parallel "
+                f"{self.expert_parallel} x pipeline_parallel {self.pipeline_parallel} is {size}, "
+                f"which must divide the {num_ranks} ranks: change one of these sizes, or the "
+                "number of ranks."
+            )
+
     @property
     def replica_size(self) -> int:
         """Number of ranks that together have one model copy and see the same samples."""

@@ -121,8 +121,16 @@ ADAPTER = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8")
             "lora.target_modules names nope, but no layer of this model has that name: ",
         ),
         (
+            [*ADAPTER, "actor.engine.lora.modules_to_save=[nope]"],
+            "lora.modules_to_save names nope, but no layer of this model has that name: ",
+        ),
+        (
             [f"{ARCHITECTURE}.num_hidden_layers=0"],
             "model.architecture.num_hidden_layers is 0, but must be at least 1.",
+        ),
+        (
+            [f"{ARCHITECTURE}.hidden_size=0"],
+            "model.architecture.hidden_size is 0, but must be at least 1.",
         ),
     ],
 )

@@ -86,6 +86,24 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
         ),
         (["actor.engine.sequence_parallel=2"], "actor.num_workers is 1", "over 2 ranks"),
         (
+            ["actor.engine.fsdp_size=2", "actor.num_workers=3", "runtime.kind=ray"],
+            "actor.engine and actor.num_workers: fsdp_size is 2",
+            "must divide the world size 3",
+        ),
+        (
+            ["actor.engine.reshard_after_forward=2", "actor.num_workers=3", "runtime.kind=ray"],
+            "actor.engine and actor.num_workers: reshard_after_forward is 2",
+            "or a divisor of the 3 shards",
+        ),
+        (
+            [
+                *("model_engine=megatron", "actor.engine.expert_parallel=2"),
+                *("actor.num_workers=3", "runtime.kind=ray"),
+            ],
+            "actor.engine and actor.num_workers: expert_tensor_parallel 1 x expert_parallel 2",
+            "must divide the 3 ranks",
+        ),
+        (
             ["data.eval.paths=[test.jsonl]", "run.eval_num_completions=4"],
             "run.eval_num_completions is 4",
             "set run.eval_sampled=true or run.eval_sampling.temperature",

@@ -82,16 +82,9 @@ def build_mesh(
         membership: Position and process groups of this rank.
         fsdp_size: Ranks over which one copy is sharded; None shards across all ranks.
         kind: Device type of the sharded tensors; None uses the rank's own.
-
-    Raises:
-        ConfigError: If fsdp_size does not divide the world size.
     """
     world_size = membership.world_size
     size = world_size if fsdp_size is None else fsdp_size
-    if world_size % size:
-        raise ConfigError(
-            f"fsdp_size is {size}, but must divide the world size {world_size}: choose a divisor."
-        )
     kind = membership.device.type if kind is None else kind
     if size == world_size:
         return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD_AXIS,))

@@ -51,9 +51,7 @@ class FSDP2Module:
             config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1)
         )
         divider = (
-            ExpertDivider(
-                model.hf, mesh=require_single_axis(mesh), compute=torch_dtype(precision.compute)
-            )
+            ExpertDivider(model.hf, mesh=mesh, compute=torch_dtype(precision.compute))
             if config.expert_parallel and mesh.size() > 1
             else None
         )
@@ -170,20 +168,6 @@ def _list_encoder_modules(hf: PreTrainedModel) -> set[nn.Module]:
     }
 
 
-def require_single_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh, which must have a single axis.
-
-    Raises:
-        ConfigError: If parameters are replicated.
-    """
-    if mesh.ndim > 1:
-        raise ConfigError(
-            "expert_parallel is on and fsdp_size is less than the number of ranks, but the "
-            "gradients of experts are not summed over replicas: set fsdp_size to null."
-        )
-    return mesh
-
-
 def group_layers(
     layers: Sequence[nn.Module], *, size: int, encoder: Collection[nn.Module]
 ) -> list[list[nn.Module]]:
@@ -213,11 +197,6 @@ def _first_module(group: Sequence[nn.Module]) -> FSDPModule:
 def _resolve_reshard(requested: bool | int, *, num_shards: int) -> bool | int:
     if isinstance(requested, bool) or num_shards == 1:
         return bool(requested)
-    if num_shards % requested:
-        raise ConfigError(
-            f"reshard_after_forward is {requested}, but must be true, false or a divisor of the "
-            f"{num_shards} shards."
-        )
     return requested if 1 < requested < num_shards else requested == num_shards
 
 

@@ -248,7 +248,7 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
                 f"lora.{targets} cannot be adapted in {type(hf_model).__name__}: {error}"
             ) from error
         _initialize(hf_model, seed=model.seed)
-    _refuse_unsupported(hf_model, spec=spec, head=head)
+    _refuse_unsupported(hf_model, head=head)
     _check_target_parameters(hf_model, requested=expert_targets)
     # Save names instead of "all-linear", which other loaders may resolve differently.
     config.target_modules = (
@@ -346,9 +346,7 @@ def _saved_config(path: str, *, dropout: float) -> LoraConfig:
     return config
 
 
-def _refuse_unsupported(
-    hf_model: PreTrainedModel, *, spec: LoraSpec, head: nn.Module | None
-) -> None:
+def _refuse_unsupported(hf_model: PreTrainedModel, *, head: nn.Module | None) -> None:
     modules = dict(hf_model.named_modules())
     for name, module in modules.items():
         if isinstance(module, ParamWrapper):
@@ -370,19 +368,6 @@ def _refuse_unsupported(
                 f"lora.modules_to_save names {name}, which this model ties to its other embedding: "
                 "choose an untied model."
             )
-    fully_trained = {
-        name for name, module in modules.items() if isinstance(module, ModulesToSaveWrapper)
-    }
-    missing = [
-        suffix
-        for suffix in spec.modules_to_save
-        if not adapter_checks.has_suffix(fully_trained, suffix=suffix)
-    ]
-    if missing:
-        raise ConfigError(
-            f"lora.modules_to_save names {', '.join(missing)}, but {type(hf_model).__name__} has "
-            "no such module: name modules by the end of their path, such as lm_head."
-        )
 
 
 def _expert_wrappers(hf_model: nn.Module) -> Iterator[tuple[str, ParamWrapper]]:

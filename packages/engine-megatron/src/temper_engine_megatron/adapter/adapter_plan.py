@@ -117,16 +117,13 @@ class AdapterPlan:
         return targets
 
     def _trains_head(self, modules: tuple[str, ...]) -> bool:
-        # PEFT adds all head names that it knows to modules_to_save, so a name that the model
-        # does not have is an error only if the user gave it.
+        # PEFT adds all head names that it knows to modules_to_save, so a name that the model does
+        # not have is an error only if the user gave it, which check_target_names has found.
         requested = set(self.config.modules_to_save or ())
         matched = {
             name for name in modules for suffix in requested if has_suffix((name,), suffix=suffix)
         }
-        missing = {
-            suffix for suffix in self.spec.modules_to_save if not has_suffix(modules, suffix=suffix)
-        }
-        if unsupported := (matched - {self.head}) | missing:
+        if unsupported := matched - {self.head}:
             raise ConfigError(
                 f"lora.modules_to_save names {', '.join(sorted(unsupported))}, but the Megatron "
                 f"engine can train only the output layer in full ({self.head}): remove the others."

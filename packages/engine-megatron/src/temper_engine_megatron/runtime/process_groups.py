@@ -211,16 +211,7 @@ def _check_sizes(config: MegatronConfig, sizes: ParallelSizes, world_size: int) 
             f"{config.replica_size}, which must divide the {world_size} ranks: change one of these "
             "sizes, or the number of ranks."
         )
-    expert_replica_size = (
-        sizes.expert_tensor_parallel * sizes.expert_parallel * sizes.pipeline_parallel
-    )
-    if world_size % expert_replica_size:
-        raise ConfigError(
-            f"expert_tensor_parallel {sizes.expert_tensor_parallel} x expert_parallel "
-            f"{sizes.expert_parallel} x pipeline_parallel {sizes.pipeline_parallel} is "
-            f"{expert_replica_size}, which must divide the {world_size} ranks: change one of these "
-            "sizes, or the number of ranks."
-        )
+    config.check_num_ranks(world_size)
     if _NUM_ENGINES and sizes not in _NUM_ENGINES:
         raise ConfigError(
             f"this process has an engine with {next(iter(_NUM_ENGINES))}, so another one with "

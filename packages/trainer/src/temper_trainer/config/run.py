@@ -283,3 +283,7 @@ def find_layout_conflicts(
             f"of the model over {engine.replica_size} ranks: set {key}.num_workers to a multiple "
             f"of {engine.replica_size}, or lower the sizes of the layout."
         )
+    try:
+        engine.check_num_ranks(num_workers)
+    except ConfigError as error:
+        yield f"{key}.engine and {key}.num_workers: {error}"
