@@ -98,9 +98,12 @@
       const at = each.time_s - row.time_s + each.published_s;
       if (each.step < row.step) mark(at, `weights ${each.weight_version + 1}`, at > (begin + end) / 2 ? "end" : "start", 10);
     }
-    for (let i = 0; i <= 8; i++) {
-      const at = begin + (end - begin) * i / 8;
-      add(svg, "text", { x: x(at), y: height - 4, "text-anchor": i === 8 ? "end" : "middle" }, `${seconds(at)} s`);
+    // At most eight round intervals.
+    const least = Math.max(end - begin, 1e-6) / 8, power = 10 ** Math.floor(Math.log10(least));
+    const interval = power * [1, 2, 5, 10].find(each => each * power >= least);
+    for (let i = Math.ceil(begin / interval); i * interval <= end; i++) {
+      const anchor = x(i * interval) > width - 40 ? "end" : "middle";
+      add(svg, "text", { x: x(i * interval), y: height - 4, "text-anchor": anchor }, `${Number((i * interval).toPrecision(6))} s`);
     }
     const shown = rollouts.length < row.num_rollouts ? `${rollouts.length} of ${row.num_rollouts} rollouts, evenly from the fastest to the slowest. ` : "";
     document.getElementById("timeline-note").textContent = shown
