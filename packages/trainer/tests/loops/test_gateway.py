@@ -278,6 +278,25 @@ def test_text_and_tokens_are_completed_without_a_template() -> None:
     assert len(conversation.turns) == 1
 
 
+def test_sampled_ids_that_the_tokenizer_does_not_have_may_be_sent_back() -> None:
+    unknown = 10_000  # a model may have more ids than its tokenizer
+
+    async def use(client: AsyncOpenAI) -> None:
+        first = await client.completions.create(
+            model="gpt-x", prompt="hi", logprobs=0, extra_body={"return_token_ids": True}
+        )
+        (choice,) = first.choices
+        assert choice.text == "ab"
+        sampled = choice.model_dump()["token_ids"]
+        await client.completions.create(model="gpt-x", prompt=[*ids("hi"), *sampled, *ids("!")])
+        await ask(client, ("user", "hi"), logprobs=True)
+
+    answers = [[*apart("ab"), unknown, END], [unknown, END], [unknown, *ids("c"), END]]
+    conversation, requests = use_client(use, answers=answers)
+    assert list(requests[1].prompt_tokens) == [*ids("hi"), *answers[0], *ids("!")]
+    assert len(conversation.branches) == 1
+
+
 def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
     async def use(client: AsyncOpenAI) -> None:
         stream = await ask(

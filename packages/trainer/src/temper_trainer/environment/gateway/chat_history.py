@@ -85,11 +85,13 @@ class ChatHistory:
         """Return the tokens of a text, or those that are given.
 
         Raises:
-            RequestError: If a token does not exist.
+            RequestError: If a token does not exist, and was not sampled either.
         """
         if isinstance(prompt, str):
             return self.encode_text(prompt)
-        if not all(0 <= token < len(self.tokenizer) for token in prompt):
+        unknown = {token for token in prompt if not 0 <= token < len(self.tokenizer)}
+        # A model may have more ids than the tokenizer, and sample them.
+        if unknown and not unknown.issubset(token for each in self._read for token in each.tokens):
             raise RequestError(f"token ids must be at least 0 and below {len(self.tokenizer)}")
         return EncodedPrompt(text=str(self.tokenizer.decode(list(prompt))), tokens=prompt)
 
