@@ -13,6 +13,7 @@ from temper_legacy_shim.configs.mapping.roles import model_checks as images
 
 from .conftest import BASE, pinned, rules_found, translated, values
 
+LORA = "actor_rollout_ref.model.lora"
 NO_CLIP = {
     "algorithm.policy_loss.clip_low",
     "algorithm.policy_loss.clip_high",
@@ -138,6 +139,28 @@ def test_trap_e_the_other_family_was_silently_without_an_adapter() -> None:
     result = translated("v0.8.0", "actor_rollout_ref.model.lora.rank=8")
     assert "lora-family" in rules_found(result, "person")
     assert "actor.engine.lora.rank" not in values(result)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), ["xavier, and B with zero"]),  # Megatron-Bridge's defaults
+        ((f"{LORA}.lora_A_init_method=kaiming",), []),
+        (
+            (f"{LORA}.lora_A_init_method=kaiming", f"{LORA}.lora_B_init_method=normal"),
+            ["kaiming, and B with normal"],
+        ),
+        ((f"{LORA}.adapter_path=/a/lora",), []),
+    ],
+)
+def test_adapter_that_started_from_other_numbers_is_a_hazard(
+    overrides: tuple[str, ...], expected: list[str]
+) -> None:
+    result = translated("v0.8.0", f"{LORA}.rank=8", *overrides, config_name="ppo_megatron_trainer")
+    messages = [finding.message for finding in result.findings if finding.rule == "lora-init"]
+    assert [message.partition(" A with ")[2].partition(";")[0] for message in messages] == expected
+    flat = translated("v0.8.0", "actor_rollout_ref.model.lora_rank=8")
+    assert "lora-init" not in rules_found(flat, "hazard")  # FSDP builds PEFT's
 
 
 def test_trap_f_dead_keys_are_honored() -> None:

@@ -137,6 +137,16 @@ def build_lora(draft: Draft, role: OldRole) -> None:
         verbatim=True,
     )
     _modules(draft, role, engine)
+    if is_megatron(draft):
+        _initialization(draft, role)
+
+
+def _initialization(draft: Draft, role: OldRole) -> None:
+    first, second = (f"{role.model}.lora.lora_{side}_init_method" for side in ("A", "B"))
+    # Fine-tuning of v0.7.0 lacked the keys, and had the defaults of Megatron-Bridge.
+    a, b = draft.text(first) or "xavier", draft.text(second) or "zero"
+    if (a, b) != ("kaiming", "zero"):
+        draft.find("lora-init", first, second, a=a, b=b)
 
 
 def _unread(draft: Draft, *, read: str, unread: str, rank: int, other: int) -> None:
