@@ -26,9 +26,9 @@ LOSS_WEIGHTS = "loss_weights"
 KL_BASELINE = "kl_baseline"
 """[B] float32 sequence column: estimate of KL(policy, reference) over the update, for KTO."""
 TURNS_AFTER = "turns_after"
-"""[T] float32 column: how many completions of the rollout follow the one with the token."""
+"""[T] float32 column: number of completions in the rollout after the token's own."""
 TURN_REWARDS = "turn_rewards"
-"""[T] float32 column: the environment's reward of a completion at its last token, else 0."""
+"""[T] float32 column: the environment's reward for a completion, at its last token; 0 elsewhere."""
 
 
 class FinishReason(StrEnum):
@@ -41,7 +41,7 @@ class FinishReason(StrEnum):
     MAX_TOKENS = "max_tokens"
     """It reached ``sampling.max_tokens``."""
     INTERRUPTED = "interrupted"
-    """New weights are published; it continues under them."""
+    """Paused to publish new weights; it continues with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Prompt:
     teacher_tokens: tuple[int, ...] = ()
     """Token ids of the prompt for the policy when it is its own teacher; empty to use `tokens`."""
     given_completion: tuple[int, ...] = ()
-    """Token ids of the row's completion with the end token, which may be trained in place of a
+    """Token ids of the row's own completion, including the end token, to train on instead of a
     sampled one; empty if there is none."""
     route: str = ""
     """Value of the routing key, which selects a teacher."""
@@ -144,20 +144,20 @@ class Completion:
     top-p and top-k."""
     finish_reason: FinishReason
     weight_version: int
-    """Version of the weights that sampled it; the oldest one if there are several."""
+    """Weight version that sampled it; the oldest if there are several."""
     is_given: bool = False
-    """True if it is the row's completion, which no sampler has sampled."""
+    """True for the row's own completion, which was not sampled."""
     token_versions: Sequence[int] = ()
     """Version of each token's weights, if they differ; otherwise empty."""
     # A tensor or None. A server's client evaluates this type, but torch is not imported here.
     routed_experts: Any = field(default=None, compare=False)
     """[tokens of prompt and completion - 1, layers, K] int16, the experts that the sampler chose
-    for each token but the last, which it never processed; None unless
+    for each token. The last token is missing, because the sampler never processed it. None unless
     ``rollout.routing_replay`` is sampler."""
 
 
 def pack_tokens(tokens: Sequence[int]) -> "array[int]":
-    """Return token ids, or versions of weights, as an array of 4 bytes each."""
+    """Return token ids or weight versions as an array with 4 bytes per token."""
     if isinstance(tokens, array) and tokens.typecode == "I":
         return tokens
     # `struct` converts a tuple faster than `array` and numpy do.
@@ -165,16 +165,16 @@ def pack_tokens(tokens: Sequence[int]) -> "array[int]":
 
 
 def pack_logprobs(logprobs: Sequence[float]) -> "array[float]":
-    """Return log-probs as an array of 4 bytes each."""
+    """Return log-probs as an array with 4 bytes per token."""
     if isinstance(logprobs, array) and logprobs.typecode == "f":
         return logprobs
     return array("f", struct.pack(f"{len(logprobs)}f", *logprobs))
 
 
 def pack_completion(completion: Completion) -> Completion:
-    """Return a completion with arrays, which need less than 9 bytes per token instead of 80.
+    """Return a completion with arrays, which use less than 9 bytes per token instead of 80.
 
-    A step may have a hundred million tokens.
+    This keeps memory low: a step may have a hundred million tokens.
 
     Example:
         >>> completion = Completion(
@@ -198,7 +198,7 @@ def pack_completion(completion: Completion) -> Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A reward, or the reason why there is none; a failure is counted and never becomes 0.
+    """A reward, or the reason for a failure. Failures are counted and never become a reward of 0.
 
     Example:
         >>> Score(reward=1.0).failure is None
@@ -212,12 +212,12 @@ class Score:
     failure: str | None = None
     """``exception``, ``timeout`` or ``not_finite``, with a message; None if there is a reward."""
     components: tuple[float, ...] = ()
-    """The rewards whose weighted sum this is, if there are several."""
+    """The components of a weighted sum, if the reward is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A completion after the first one, and the environment's answer before it.
+    """The environment's answer to a completion, and the next completion.
 
     Example:
         The environment answers a call of a calculator with the tokens 9 and 1:
@@ -243,7 +243,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Completions that an agent sampled after it had rewritten the history of its `Rollout`.
+    """Completions that an agent sampled after rewriting its history, for example to summarize it.
 
     Example:
         An agent that summarized its history continues from the summary (tokens 6, 2 and 8):
@@ -261,7 +261,7 @@ class Branch:
     """
 
     prompt_tokens: tuple[int, ...]
-    """Token ids that the first completion follows; never trained."""
+    """Token ids of the rewritten history, before the first completion; never trained."""
     completion: Completion
     """The first completion."""
     turns: tuple[Turn, ...] = ()
@@ -303,7 +303,7 @@ class Rollout:
     text: str
     """The text that was scored, decoded without special tokens."""
     reward: float
-    """The score before, the shaped reward after ``reward.shaping``."""
+    """The score, until ``reward.shaping`` replaces it by the shaped reward."""
     group_id: int
     """The same for all completions of a prompt in a step."""
     sample_id: int
@@ -311,13 +311,13 @@ class Rollout:
     turns: tuple[Turn, ...] = ()
     """The following turns, if there is an environment."""
     components: tuple[float, ...] = ()
-    """The rewards whose weighted sum the score is, if there are several."""
+    """The components of the score, if it is a weighted sum."""
     baseline: float | None = None
     """Reward of the prompt's greedy completion, shaped in the same way; only for ReMax."""
     baseline_tokens: int = 0
     """Number of tokens in that completion."""
     turn_rewards: tuple[float, ...] = ()
-    """The environment's reward of each completion, which `reward` includes; empty without an
+    """The environment's reward for each completion, already included in `reward`; empty without an
     environment."""
     branches: tuple[Branch, ...] = ()
     """An agent's other histories, which become separate samples with the same advantage."""
@@ -363,11 +363,10 @@ class Demonstration:
     tokens: tuple[int, ...]
     """Token ids of the completion, including the end token."""
     loss_mask: tuple[bool, ...] | None = None
-    """True for each of ``tokens`` that is trained, such as the assistant's turns in a conversation;
+    """True at each of ``tokens`` to train, for example in the assistant's turns of a conversation;
     None trains all."""
     loss_weights: tuple[float, ...] | None = None
-    """Weight of each of ``tokens`` in the loss, at least 0, where 0 leaves a token untrained; None
-    is 1 for all."""
+    """Loss weight per token, at least 0; 0 does not train the token. None uses 1 for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,7 +377,7 @@ class Pair:
     """The preferred completion."""
     rejected: Demonstration
     margin: float = 0.0
-    """Difference that the scores of a reward model should have."""
+    """Margin between the two scores in the reward model loss."""
 
     @property
     def demonstrations(self) -> tuple[Demonstration, ...]:
@@ -388,7 +387,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledCompletion:
-    """A completion with a label, without another completion to compare it with."""
+    """A single completion labeled as desirable or not, for KTO."""
 
     completion: Demonstration
     is_desirable: bool
@@ -401,7 +400,7 @@ class LabeledCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCursor:
-    """A position in the data; with (run.seed, source) it determines all following prompts.
+    """Position in the data. Together with run.seed and the source, determines all later prompts.
 
     Example:
         After 132 prompts of a source with 100 prompts:

@@ -23,12 +23,12 @@ def draw_epoch_order(num_items: int, *, seed: int, epoch: int, shuffle: bool) ->
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curriculum(Generic[Item]):
-    """The order of an epoch from easy to hard items."""
+    """Settings to sort each epoch from easy to hard items."""
 
     get_difficulty: Callable[[Item], float]
-    """Returns the difficulty of an item, a finite number."""
+    """Returns an item's difficulty as a finite number."""
     shuffled_fraction: float = 0.0
-    """Fraction of the items that exchange their positions at random, in [0, 1]."""
+    """Fraction of the items to shuffle among each other after sorting, in [0, 1]."""
 
 
 def sort_by_difficulty(
@@ -39,10 +39,10 @@ def sort_by_difficulty(
     epoch: int,
     shuffled_fraction: float,
 ) -> list[int]:
-    """Return the indices of an epoch from easy to hard, equally difficult ones in their order.
+    """Sort the indices of an epoch from easy to hard; the sort is stable.
 
-    A fraction of the positions is then drawn by (seed, epoch), and the indices at them are
-    shuffled. With the fraction 1 the result is a random order.
+    Then shuffle the indices at a random fraction of the positions, using (seed, epoch). A fraction
+    of 1 gives a random order.
 
     Example:
         >>> difficulties = [3.0, 1.0, 2.0, 1.0]
@@ -55,8 +55,8 @@ def sort_by_difficulty(
     drawn = list(range(len(ordered)))
     random.Random(f"curriculum {seed} {epoch}").shuffle(drawn)
     drawn = drawn[: round(shuffled_fraction * len(ordered))]
-    # `drawn` is in random order. The indices are read at ascending positions and put back in that
-    # order, so they are shuffled.
+    # Shuffle by reading the indices in ascending order of position and writing them back in the
+    # random order of `drawn`.
     moved = [ordered[position] for position in sorted(drawn)]
     for position, index in zip(drawn, moved, strict=True):
         ordered[position] = index
@@ -70,9 +70,9 @@ def get_difficulty(prompt: Prompt) -> float:
 
 
 def measure_difficulty(prompts: Iterable[Prompt]) -> dict[str, float]:
-    """Return the metric ``data/difficulty``, the mean over the prompts that have a difficulty.
+    """Return the metric ``data/difficulty``: the mean over prompts that have a difficulty.
 
-    Empty if none has one.
+    Returns an empty dict if none has one.
     """
     difficulties = [prompt.difficulty for prompt in prompts if prompt.difficulty is not None]
     return {"data/difficulty": sum(difficulties) / len(difficulties)} if difficulties else {}
@@ -98,13 +98,13 @@ class InMemoryStream(Generic[Item]):
         Args:
             items: All items.
             seed: Determines the order together with the epoch.
-            shuffle: False keeps the items' order; with a curriculum, of equally difficult
-                ones.
-            curriculum: Sorts each epoch by difficulty; None does not.
+            shuffle: Shuffle each epoch; with a curriculum, only among equally difficult items.
+            curriculum: Sort each epoch by difficulty; None does not sort.
             cursor: Position of the first item to take.
 
         Raises:
-            DataError: If there are no items, or the cursor is beyond the end, so the data changed.
+            DataError: If there are no items, or the data has changed so that the cursor is beyond
+                the end.
         """
         start = DataCursor() if cursor is None else cursor
         if not items:
@@ -112,7 +112,7 @@ class InMemoryStream(Generic[Item]):
                 "there are no training items: the data set is empty, or all its prompts were "
                 "dropped."
             )
-        # The end is included, because a cursor may be at the end of an epoch.
+        # Accept the end, because a cursor may be at the end of an epoch.
         if not 0 <= start.index <= len(items) or start.epoch < 0:
             raise DataError(
                 f"the data cursor is at {start.index} of epoch {start.epoch}, but there are "
@@ -155,7 +155,7 @@ class InMemoryStream(Generic[Item]):
             taken.append(item)
 
     def _seek(self, cursor: DataCursor) -> None:
-        # An epoch's end and the next one's start are the same position, which needs one form.
+        # Write the end of an epoch as the start of the next one, to have one form per position.
         if cursor.index == len(self._items):
             cursor = DataCursor(epoch=cursor.epoch + 1)
         if self._order_epoch != cursor.epoch:
@@ -177,9 +177,9 @@ class InMemoryStream(Generic[Item]):
 class MixedStream(Generic[Item]):
     """Endless stream that draws from several sources in fixed fractions; see ``InMemoryStream``.
 
-    Every source is repeated as often as its fraction needs, each in its own order. Any stretch of
-    the stream has the fractions to within one item. Which source an item comes from depends only on
-    its position, so a cursor with two numbers is enough to resume.
+    Each source has its own order and is repeated as often as needed. Any part of the stream has the
+    fractions to within one item. An item's source depends only on the position in the stream, so a
+    cursor with two numbers is enough to resume.
 
     Example:
         >>> stream = MixedStream(
@@ -205,9 +205,9 @@ class MixedStream(Generic[Item]):
             sources: Items by source.
             weights: Weight per source, relative to the others.
             seed: Determines the order together with a source's epoch.
-            shuffle: False keeps the order within each source.
+            shuffle: Shuffle within each source.
             curricula: Curriculum by source; a source without one is not sorted.
-            cursor: An epoch has as many items as all sources together.
+            cursor: Position of the first item; an epoch has as many items as all sources together.
 
         Raises:
             DataError: If a source has no items.
@@ -223,8 +223,8 @@ class MixedStream(Generic[Item]):
         self._epoch_size = sum(map(len, sources.values()))
         self._position = 0
         start = DataCursor() if cursor is None else cursor
-        # Repeat the choices up to the cursor, without reading items. They determine the position in
-        # each source, so the cursor does not need to contain it.
+        # Repeat the choices up to the cursor to find the position in each source, without reading
+        # items.
         for _ in range(start.epoch * self._epoch_size + start.index):
             self._choose_source()
         self._streams = {
@@ -277,13 +277,13 @@ class BufferedStream(Generic[Item]):
         shuffle: bool,
         cursor: DataCursor | None = None,
     ) -> None:
-        """Start a stream at a cursor, by reading and skipping the earlier items of its epoch.
+        """Start a stream at a cursor. Reads and skips the earlier items of its epoch.
 
         Args:
             open_pass: Returns an iterator over every item once, in the source's order.
             seed: Determines the order together with the epoch.
-            buffer: Number of items among which the next one is drawn.
-            shuffle: False keeps the source's order.
+            buffer: Number of items to draw the next one from.
+            shuffle: Shuffle within the buffer; False keeps the source's order.
             cursor: None starts at the first item.
 
         Raises:

@@ -61,7 +61,7 @@ class UpdateResult:
 
 
 class TrainingWorker:
-    """An engine with its objective.
+    """Runs an engine with its objective in one rank's process.
 
     A critic is a TrainingWorker whose engine has a value head; a reference policy has no optimizer.
     """
@@ -107,7 +107,7 @@ class TrainingWorker:
                 schedule that counts RL steps instead of updates.
         """
         begin = time.perf_counter()
-        # Read now, because the schedule may advance below.
+        # Read the rate now, because the schedule may advance below.
         engine, lr = self._engine, self._engine.current_lr
         engine.optimizer_zero_grad()
         with engine.train_mode():
@@ -122,7 +122,7 @@ class TrainingWorker:
         )
 
     def release_cache(self) -> None:
-        """Empty the CUDA cache, so that another process on the GPU can allocate the memory."""
+        """Empty the CUDA cache, to free its memory for other processes on the GPU."""
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -164,7 +164,7 @@ class TrainingWorker:
     def stage_part(self, directory: str) -> None:
         """Copy the state now and write it in the background.
 
-        Call `finish_part` before the next one.
+        Call `finish_part` before staging the next part.
         """
         self._engine.stage_part(directory)
 
@@ -173,7 +173,7 @@ class TrainingWorker:
         return self._engine.has_written_part
 
     def finish_part(self) -> PartReport:
-        """Wait for the files that `stage_part` started; return them."""
+        """Wait until the files of `stage_part` are written; return their sizes and checksums."""
         return self._engine.finish_part()
 
     def read_part(self, directory: str) -> None:
@@ -196,7 +196,7 @@ def make_worker(
         num_threads: CPU threads of torch; None keeps torch's default.
         is_deprecated: Use the deprecated worker, which legacy-shim registers as an entry point.
     """
-    # An entry point, so that the trainer does not depend on the package of deprecated workers.
+    # Use an entry point to not depend on the package of deprecated workers.
     kind: type[TrainingWorker] = TrainingWorker
     if is_deprecated:
         (point,) = entry_points(group=LEGACY_WORKER_GROUP, name=LEGACY_TRAINING_WORKER)
@@ -207,9 +207,9 @@ def make_worker(
 def call_worker(worker: TrainingWorker, call: Callable[..., T], arguments: tuple[object, ...]) -> T:
     """Call a function with the worker as its first argument.
 
-    A method of TrainingWorker is looked up by name first, because a deprecated worker overrides it.
+    Looks up methods of TrainingWorker by name, because a deprecated worker overrides them.
     """
-    # Transport functions are not methods, so only functions defined in this class are looked up.
+    # Other functions, for example those of transports, are not methods: call them directly.
     if vars(TrainingWorker).get(call.__name__) is call:
         method: Callable[..., T] = getattr(worker, call.__name__)
         return method(*arguments)
@@ -221,19 +221,19 @@ class WorkerError(TemperError, RuntimeError):
 
 
 class FullStoreError(WorkerError):
-    """Arguments or results do not fit into Ray's object store; the worker itself is fine."""
+    """Arguments or results do not fit into Ray's object store; the worker still runs."""
 
 
 class WorkerGroup(ABC):
-    """All ranks in one role. Implementations differ only in how `run` reaches them."""
+    """All ranks of one role. Implementations only differ in how `run` calls them."""
 
     def __init__(self, role: str) -> None:
         self.role = role
         self.topologies: tuple[Topology, ...] = ()
         self.num_updates = 0
-        """Number of updates that were started; while it is the same, so are the weights."""
+        """Number of started updates. While it is unchanged, the weights are unchanged."""
         self.is_broken = False
-        """True if a rank has died or timed out: the role cannot be used any more."""
+        """True if a rank has died or timed out. The role can't be used after that."""
 
     @abstractmethod
     def run(self, call: Callable[..., T], arguments: Sequence[tuple[object, ...]]) -> list[T]:

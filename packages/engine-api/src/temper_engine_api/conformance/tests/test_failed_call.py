@@ -1,8 +1,8 @@
-"""Conformance tests of exceptions in calls: an update is lost, but no later one changes.
+"""Conformance tests for exceptions in calls: the update is lost, later updates do not change.
 
-If all ranks raise, the engine continues after `optimizer_zero_grad`. If some rank did not raise,
-the process group is broken: every rank names the failed one, and the engine refuses further calls.
-With pipeline stages only the last one computes losses, so there the group always breaks.
+When all ranks raise, the engine continues after `optimizer_zero_grad`. When only some ranks raise,
+the process group is broken: every rank reports the failed rank, and the engine rejects later calls.
+With pipeline stages, the group always breaks, because only the last stage computes losses.
 """
 
 import tempfile
@@ -44,7 +44,7 @@ from temper_engine_api.errors import EngineStateError, RankFailedError
 from temper_engine_api.weights import NamedWeight
 
 EXCEPTIONS = (InjectedError, KeyboardInterrupt, torch.OutOfMemoryError, RankFailedError)
-"""Exceptions of a call with a FailingProbe."""
+"""Exceptions that a call with a FailingProbe may raise."""
 Item = TypeVar("Item")
 TrainingCall = Literal["forward_backward_batch", "forward_backward_step"]
 CALLS: tuple[TrainingCall, ...] = get_args(TrainingCall)
@@ -52,30 +52,30 @@ LAST_METHODS: Mapping[TrainingCall, str] = {
     "forward_backward_batch": "_collect_metrics",
     "forward_backward_step": "_sum_over_data_parallel",
 }
-"""Methods of the engine that a training call calls last."""
+"""The last engine method that each training call runs."""
 REPORT_LIMIT_S = 10.0
-"""Time within which the other ranks must report the failure of one."""
+"""Time limit for the other ranks to report a failure."""
 SHORT_AGREEMENT_S = 1.0
-"""AGREEMENT_S in tests where the other ranks do not raise, so that the tests take less time."""
+"""AGREEMENT_S in tests where the other ranks do not raise, to make them faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedCall:
-    """The exception of a failed call on one rank."""
+    """A failed call on one rank."""
 
     error: str
     """Type and message."""
     time_s: float
-    """Time of the exception in seconds since 1970."""
+    """Time of the exception, in seconds since 1970."""
     injected_s: tuple[float, ...] = ()
-    """Time at which the probe failed on this rank; empty if it did not."""
+    """Times at which the probe failed on this rank."""
     later_errors: tuple[str, ...] = ()
     """Messages of the RankFailedErrors that later calls raised."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Recovery:
-    """Updates of an engine in which calls failed, or the failure that broke its group."""
+    """Updates of an engine after failed calls, or the failure that broke its group."""
 
     num_stages: int
     updates: list[Update] = field(default_factory=list)
@@ -119,7 +119,7 @@ def test_updates_after_a_failed_call_equal_those_of_a_fresh_run(
 
 
 def assert_same_updates(updates: list[Update], expected: list[Update], *, kind: Kind) -> None:
-    """Compare updates after failed calls bit for bit with those of a run without."""
+    """Compare updates after failed calls with those of a run without failures, bit for bit."""
     for update, expected_update in zip(updates, expected, strict=True):
         norm, expected_norm = update.grad_norm, expected_update.grad_norm
         assert norm == expected_norm, (
@@ -134,7 +134,7 @@ def assert_same_updates(updates: list[Update], expected: list[Update], *, kind: 
 def update_after_failures(
     rank: Rank, *, setup: EngineSetup, batches: list[SequenceBatch], kind: Kind, call: TrainingCall
 ) -> Recovery:
-    """Before each update, fail at another micro-batch of other data."""
+    """Run updates, each after a call that fails at a different micro-batch of other data."""
     engine = rank.temporary_engine(setup)
     recovery = Recovery(num_stages=engine.topology.pp.size)
     for position, batch in enumerate(batches):
@@ -148,7 +148,7 @@ def update_after_failures(
             recovery.broken = replace(failed, later_errors=later)
             return recovery
         engine.set_loss_fn(ClippedPpoProbe())
-        # Gradients were zeroed once, which must be enough.
+        # Don't zero gradients again: once must be enough.
         recovery.updates.append(
             run_update(
                 engine,
@@ -172,7 +172,7 @@ def update_without_failures(
 
 
 def assert_has_stages(recoveries: list[Recovery]) -> None:
-    """Check that the group was allowed to break: without stages every rank raises by itself."""
+    """Check for pipeline stages. Without them every rank raises, and the group must not break."""
     assert all(recovery.num_stages > 1 for recovery in recoveries), (
         "every rank raised, so the engine must be usable afterwards, but its group is broken: "
         f"{[recovery.broken for recovery in recoveries]}"
@@ -186,15 +186,15 @@ def fail(
     call: TrainingCall = "forward_backward_batch",
     steps: bool = False,
 ) -> FailedCall:
-    """Start an update with training calls of which one raises; return the exception.
+    """Start an update and run training calls until one raises; return the exception.
 
     Args:
         engine: The engine.
         local_batches: Batches of this rank, one for each call.
         probe: Loss that raises.
         call: Method of the engine to call.
-        steps: Whether the exception may also come from the optimizer step: collectives on a GPU
-            run while the host continues, so a rank can end its training call before another fails.
+        steps: Also run the optimizer step, which may raise instead. GPU collectives run while the
+            host continues, so a rank can end its training call before another one fails.
     """
     engine.set_loss_fn(probe)
     engine.optimizer_zero_grad()

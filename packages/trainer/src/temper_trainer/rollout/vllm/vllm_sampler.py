@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 
 
 _LEAVE_POLL_S = 0.2
-"""Time between two looks at the open requests of a server that leaves."""
+"""Interval at which to check the open requests of a leaving server."""
 
 
 class MemberWatch(Protocol):
-    """Adds servers to a sampler, and removes them, while the sampler is used."""
+    """Adds servers to a sampler and removes them while it is in use."""
 
     def start(self, sampler: "VllmSampler") -> None:
-        """Begin to watch."""
+        """Start watching."""
         ...
 
     def stop(self) -> None:
@@ -47,11 +47,11 @@ class MemberWatch(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """Requests that were sent to a server."""
+    """A call that samples requests on one server."""
 
     member: Member
     restarts_before: int
-    """Restarts of the server before; see `Member.num_restarts`."""
+    """`Member.num_restarts` when the requests were sent."""
     future: "Future[list[Completion]]"
 
 
@@ -70,14 +70,14 @@ class VllmSampler:
         """Start the replicas.
 
         Args:
-            replicas: Not started yet.
-            spec: Spec of their servers.
-            max_restarts: Number of restarts, for all replicas together, before the run stops.
-            watch: Adds and removes servers later.
-            join_timeout_s: How long requests wait for a server if all have left.
+            replicas: Replicas to start.
+            spec: Specification for their servers.
+            max_restarts: Maximum number of restarts for all replicas together.
+            watch: Adds and removes servers during the run.
+            join_timeout_s: Time that requests wait for a new server when all have left.
 
         Raises:
-            ReplicaError: If one does not start; the others are ended.
+            ReplicaError: If a replica does not start; the other replicas are closed.
         """
         self._pool = ReplicaPool(replicas, max_restarts=max_restarts, join_timeout_s=join_timeout_s)
         self._lock = self._pool.lock
@@ -86,12 +86,12 @@ class VllmSampler:
         self._refused: list[Replica] = []
         self._threads = DaemonThreads("requests")
         try:
-            # In parallel, because building a model takes minutes.
+            # Start in parallel, because building a model takes minutes.
             _run_in_parallel([replica.start for replica in replicas])
         except BaseException:
             self.close()
             raise
-        # Sorted and without duplicates: replicas of one environment warn about the same versions.
+        # Remove duplicates, because replicas in the same environment give the same warning.
         for warning in sorted(
             {find_untested_warning(replica.versions) or "" for replica in replicas}
         ):
@@ -112,7 +112,7 @@ class VllmSampler:
 
     @property
     def num_restarts(self) -> int:
-        """Number of restarts."""
+        """Number of restarts so far, for all replicas."""
         return self._pool.num_restarts
 
     @property
@@ -155,7 +155,7 @@ class VllmSampler:
                 self._pool.release(call.member, [request])
 
     async def _send_without_blocking(self, request: SamplingRequest) -> "_Call":
-        # The lock is free, unless a replica is restarted or loads weights, which takes long.
+        # Use a thread only when the lock is taken, to restart a replica or load weights.
         if self._lock.acquire(blocking=False):
             try:
                 if self._pool.ready:
@@ -166,8 +166,8 @@ class VllmSampler:
 
     def _send(self, requests: Sequence[SamplingRequest]) -> list[tuple["_Call", list[int]]]:
         """Send requests to the servers; return each call with its request indices."""
-        # Read the restart counts and send the requests under one lock. Otherwise a server might be
-        # restarted in between, and a death of the old process would count for the new one.
+        # Hold the lock while reading restart counts and sending. Otherwise a server might be
+        # restarted in between, and the death of the old process would count for the new one.
         with self._lock:
             self._pool.wait_for_ready()
             return [
@@ -197,11 +197,9 @@ class VllmSampler:
     ) -> list[list[float]]:
         """Return the log-prob of every token but the first, after comparing all replicas.
 
-        A replica with old weights would differ from the others.
-
         Raises:
-            ConfigError: If the temperature is not 1: vLLM reports no other for prompts.
-            ReplicaError: If all servers have left, and none joins in time.
+            ConfigError: If the temperature is not 1, because vLLM does not support others here.
+            ReplicaError: If all servers have left and no new one joins in time.
             WeightError: If replicas differ.
         """
         if temperature != 1:
@@ -222,8 +220,7 @@ class VllmSampler:
             assert isinstance(other, list)
             # `not <=` instead of `>`, so that a NaN fails.
             if not all(
-                # Replicas run equal kernels, but may batch differently; other weights differ by far
-                # more.
+                # Allow differences from other batch sizes. Other weights differ by far more.
                 abs(a - b) <= 1e-2
                 for one, two in zip(first, other, strict=True)
                 for a, b in zip(one, two, strict=True)
@@ -235,7 +232,7 @@ class VllmSampler:
         return first
 
     def load_weights(self, stream: Iterable[NamedWeight], *, version: int) -> None:
-        """Refuse: servers load weights through a transport.
+        """Raise ConfigError, because servers load weights through a transport.
 
         Raises:
             ConfigError: Always.
@@ -246,7 +243,7 @@ class VllmSampler:
 
     @contextmanager
     def hold_members(self) -> Iterator[None]:
-        """Let no server join or leave during the body."""
+        """Keep servers from joining or leaving during the body."""
         with self._lock:
             yield
 
@@ -258,14 +255,14 @@ class VllmSampler:
         version: int,
         reload: StartLoad | None,
     ) -> str:
-        """Load weights that all servers receive while they are sent.
+        """Send weights and load them on all servers at the same time.
 
         Args:
-            receive: Starts to receive in one replica.
-            send: Returns when all weights are sent, with the reason if that failed.
+            receive: Starts to receive weights in one replica.
+            send: Sends all weights; returns the reason if that failed, otherwise an empty string.
             version: Version of the weights.
-            reload: Loads the weights into a replica that is restarted later; None if that is not
-                possible.
+            reload: Loads the same weights into a replica that is restarted later; None if that is
+                not possible.
 
         Returns:
             The reason why a server did not get the weights; empty if all have them. Call
@@ -275,7 +272,7 @@ class VllmSampler:
             WeightError: If a replica refused the weights.
         """
         with self._lock:
-            # Until all servers have the weights, a server that dies has lost them.
+            # A server that dies before all have the weights can't reload them.
             self._pool.last_load, self._pool.weights_are_lost = None, True
             receivers = self._pool.receivers
             futures = [receive(member.replica) for member in receivers]
@@ -296,8 +293,8 @@ class VllmSampler:
     def restart_dead(self, *, problem: str = "") -> None:
         """Find servers that have died, before weights are sent to all.
 
-        A dead server is started while the others sample. If there is no other, it is waited for; if
-        all have left, a server that joins is.
+        Restart dead servers while the others sample. If no other server is left, wait for the
+        restarted one, or for one that joins.
 
         Args:
             problem: Reason why sending has failed before; a dead server is then expected.
@@ -317,7 +314,7 @@ class VllmSampler:
         """
         with self._lock:
             self._pool.admit_started()
-            # Set first: a replica that dies meanwhile is restarted with the new weights.
+            # Set this first, to restart a replica that dies meanwhile with the new weights.
             self._pool.last_load, previous = start_load, self._pool.last_load
             receivers = [(each, each.num_restarts) for each in self._pool.receivers]
             futures = [start_load(member.replica) for member, _ in receivers]
