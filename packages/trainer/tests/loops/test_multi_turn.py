@@ -439,7 +439,9 @@ def test_invalid_answer_fails_only_its_own_rollout(case: str) -> None:
     assert len(other.completions) == 1
 
 
-def test_failed_rollout_starts_again_with_the_same_seed() -> None:
+def test_failed_rollout_starts_again_with_the_same_seed_and_is_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     seeds: list[int] = []
     num_failures = 0
 
@@ -459,6 +461,8 @@ def test_failed_rollout_starts_again_with_the_same_seed() -> None:
     assert num_failures == 2
     assert conversation.failure is None
     assert metrics["rollout/failed"] == 0.0
+    assert metrics["rollout/retries"] == 2.0
+    assert caplog.text.count("starts again, because its environment failed: OSError: no such") == 2
     assert seeds[2] == seeds[3] == seeds[0]
     assert seeds[4] == seeds[1]
 

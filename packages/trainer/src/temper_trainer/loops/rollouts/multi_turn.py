@@ -39,6 +39,8 @@ class Conversation:
     """The environment's counts of each completion."""
     failure: str | None = None
     """Error of its environment, with which the rollout has no reward; else None."""
+    num_retries: int = 0
+    """Number of earlier attempts, whose environments failed."""
     trace: RolloutTrace = field(default_factory=RolloutTrace)
     """When the rollout was sampled, and when its environment answered."""
     branches: tuple[Branch, ...] = ()
@@ -192,7 +194,7 @@ def add_observation(
 
 
 def measure_turns(conversations: Sequence[Conversation]) -> dict[str, float]:
-    """Return the metrics of turns and tools, and the number of failed rollouts."""
+    """Return the metrics of turns and tools, and the numbers of failures and retries."""
     num_turns = [len(conversation.completions) for conversation in conversations]
     counts: dict[str, float] = {}
     # Turn by turn, in the order of the rollouts: float sums must not depend on which one was
@@ -207,4 +209,5 @@ def measure_turns(conversations: Sequence[Conversation]) -> dict[str, float]:
         "rollout/turns_mean": sum(num_turns) / len(num_turns),
         "rollout/turns_max": float(max(num_turns)),
         "rollout/failed": float(sum(each.failure is not None for each in conversations)),
+        "rollout/retries": float(sum(each.num_retries for each in conversations)),
     }

@@ -340,18 +340,27 @@ class _Round:
                 )
                 return conversation
             limits = RolloutLimits.from_config(pool.config, self._requests[index].sampling)
-            num_retries = pool.config.max_retries
+            num_retries = 0
             while True:
-                conversation = Conversation(request=self._requests[index], trace=trace)
+                conversation = Conversation(
+                    request=self._requests[index], num_retries=num_retries, trace=trace
+                )
                 try:
                     await self._run_environment(
                         pool.make, conversation=conversation, index=index, limits=limits
                     )
                 except _RolloutFailedError as failed:
-                    if num_retries == 0:
-                        conversation.failure = self._count_failure(failed.__cause__, index=index)
+                    error = failed.__cause__
+                    assert error is not None
+                    if num_retries == pool.config.max_retries:
+                        conversation.failure = self._count_failure(error, index=index)
                         return conversation
-                    num_retries -= 1
+                    num_retries += 1
+                    logger.warning(
+                        "a rollout starts again, because its environment failed: %s: %s",
+                        type(error).__name__,
+                        error,
+                    )
                 else:
                     return conversation
         finally:
@@ -544,13 +553,12 @@ class _Round:
     def _get_pool(self, index: int) -> EnvironmentPool:
         return self._pools[self._prompts[index].environment]
 
-    def _count_failure(self, error: BaseException | None, *, index: int) -> str:
+    def _count_failure(self, error: BaseException, *, index: int) -> str:
         """Count a failed rollout and return its reason.
 
         Raises:
             EnvironmentFailureError: See `RolloutScheduler.run_rollouts`.
         """
-        assert error is not None
         name = self._prompts[index].environment
         self._num_failures[name] += 1
         fraction = self._pools[name].config.max_failure_fraction
