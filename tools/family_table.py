@@ -176,6 +176,7 @@ def _render_vllm(record: Mapping[str, Any]) -> Iterator[str]:
             result = record["families"][family]
             if "difference" in result:
                 cell = _format_number(float(f"{result['difference']:.0e}"))
+                cell += " (median)" * ("is_median" in result)
                 if "rounding" in result:
                     rounding = _format_number(float(f"{result['rounding']:.0e}"))
                     cell += f"; transformers in {result['dtype']}: {rounding}"
