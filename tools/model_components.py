@@ -36,7 +36,7 @@ The table does not have these:
 * Vision-language models: that page also says what the FSDP engine runs of them, with LoRA of PEFT.
   The Megatron engine refuses them, because it does not run their encoder of images.
 * Qwen3.5: Megatron-Bridge 0.3.1 has no provider. The Megatron engine has a bridge of its own, with
-  Qwen3-Next's names, and compares a tiny model with transformers at the first start.
+  Qwen3-Next's names.
 * Python 3.12: pip installs megatron-core 0.19.2, which runs with megatron-bridge 0.6.2. The tests
   of the Megatron engine [passed with them](nightly.md) at `9c664a5`. This table was not made with
   them.

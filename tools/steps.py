@@ -97,7 +97,10 @@ def _conformance_tests(
     )
 
 
-MEGATRON_FAMILIES = "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next,nemotron_h"
+MEGATRON_FAMILIES = (
+    "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next,qwen3_5_text,qwen3_5_moe_text,"
+    "nemotron_h"
+)
 """Families of the kit that engine-megatron supports."""
 
 ENVIRONMENT = Step(name="environment", budget_s=2 * 60, commands=())
@@ -191,7 +194,8 @@ STEPS = (
                 "or test_rfc_loop.py",
                 "[cp2": "test_logprob.py or test_gradient.py "
                 "and (data_parallel_size or oracle or logprob or entropy)",
-                "[tp2-sp": "test_adapter.py and gradient or test_family.py and gemma3_text",
+                "[tp2-sp": "test_adapter.py and gradient "
+                "or test_family.py and (gemma3_text or qwen3_5_text)",
                 "[ep2": "test_family.py",
             },
         ),

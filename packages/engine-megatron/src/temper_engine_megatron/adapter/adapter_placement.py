@@ -30,7 +30,7 @@ from temper_engine_megatron.huggingface.weight_names import (
     EXPERTS_PATH,
     FULL_RANK_LATENT_LINEARS,
     LATENT_LINEARS,
-    MAMBA_LINEARS,
+    MIXER,
     MIXER_LINEARS,
     MLP_LINEARS,
     TRAINED_BIAS,
@@ -260,7 +260,7 @@ def _adaptable_linears(translation: BridgeTranslation, number: int) -> tuple[str
     if config.multi_latent_attention:
         attention = FULL_RANK_LATENT_LINEARS if config.q_lora_rank is None else LATENT_LINEARS
     if number in config.linear_layers:
-        attention = MIXER_LINEARS if config.has_paired_layers else MAMBA_LINEARS
+        attention = tuple(MIXER + name for name in MIXER_LINEARS[translation.model_type])
     mlp = () if number in find_sparse_layers(config) else MLP_LINEARS
     if config.has_paired_layers:
         return (*attention, *mlp)

@@ -19,11 +19,7 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 
-from temper_engine_megatron.huggingface.weight_names import (
-    ADAPTER_MODULE,
-    MAMBA_LINEARS,
-    MIXER_LINEARS,
-)
+from temper_engine_megatron.huggingface.weight_names import ADAPTER_MODULE, MIXER
 
 
 class AdapterSwitch:
@@ -291,7 +287,7 @@ def find_linear_layers(
     for path, names in paths.items():
         linear = layer.get_submodule(path)
         is_row_parallel = path.endswith(("linear_proj", "linear_fc2"))
-        is_replicated = path in (*MIXER_LINEARS, *MAMBA_LINEARS)
+        is_replicated = path.startswith(MIXER)
         size = linear.get_parameter("weight").shape[0]
         if len(names) == 3:
             output_indices = _qkv_rows(transformer_config, tp_size=tp_size)

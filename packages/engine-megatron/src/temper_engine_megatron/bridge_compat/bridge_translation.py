@@ -27,6 +27,8 @@ TESTED_MODEL_TYPES = (
     "gpt_oss",
     "gemma3_text",
     "qwen3_next",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
     "nemotron_h",
     "llama",
     "mistral",
@@ -112,7 +114,8 @@ class BridgeTranslation:
         self.transformer_config: Any = provider
         """Megatron's transformer config; the caller adds the settings of the run."""
         self._mapping_registry = model_bridge.mapping_registry()
-        self._mixer_module = _MIXER_MODULES.get(hf_config.model_type, _QWEN_MIXER)
+        self.model_type: str = hf_config.model_type
+        """Model type of the architecture."""
 
     def find_mapping(self, name: str) -> WeightMapping:
         """Return the mapping of a parameter by Megatron name, with the global layer number.
@@ -126,7 +129,8 @@ class BridgeTranslation:
             return WeightMapping(kind="stacked_experts", names=(file_name,))
         match = _MIXER.fullmatch(name)
         if match is not None:
-            file_name = f"{self._mixer_module.format(match[1])}.{match[2]}"
+            module = _MIXER_MODULES.get(self.model_type, _QWEN_MIXER).format(match[1])
+            file_name = f"{module}.{match[2]}"
             return WeightMapping(kind="plain", names=(file_name,))
         for own_name, bridge_name in _OWN_NAMES.items():
             name = name.replace(own_name, bridge_name)

@@ -4,7 +4,7 @@ Checkpoints of FSDPEngine have joined experts, as transformers has them in memor
 model, adapter parameters are in a submodule of the layer that they adapt.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -93,15 +93,19 @@ LATENT_LINEARS = (
 )
 FULL_RANK_LATENT_LINEARS = ("self_attention.linear_q_proj", *LATENT_LINEARS[2:])
 """Linear layers of latent attention, with compressed queries and without."""
-MIXER_LINEARS = tuple(
-    f"self_attention.mixer.{name}" for name in ("in_proj_qkvz", "in_proj_ba", "out_proj")
-)
-"""Linear layers of linear attention."""
-MAMBA_LINEARS = ("self_attention.mixer.in_proj",)
-"""Linear layers of a Mamba layer that can have adapters.
+MIXER = "self_attention.mixer."
+"""Start of the paths of modules in linear attention and Mamba layers."""
+_QWEN3_5_LINEARS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+MIXER_LINEARS: Mapping[str, tuple[str, ...]] = {
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "qwen3_5_text": _QWEN3_5_LINEARS,
+    "qwen3_5_moe_text": _QWEN3_5_LINEARS,
+    "nemotron_h": ("in_proj",),
+}
+"""Linear layers of linear attention and Mamba layers that can have adapters, by model type.
 
-PEFT refuses `out_proj`: the fused kernel of mamba-ssm multiplies with its weight and does not call
-the module, so an adapter would have no effect in training."""
+PEFT refuses `out_proj` of Mamba layers: the fused kernel of mamba-ssm multiplies with its weight
+and does not call the module, so an adapter would have no effect in training."""
 MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
 """Linear layers of an MLP without experts that can have adapters."""
 EXPERTS_PATH = "mlp.experts"
