@@ -240,31 +240,7 @@ def _execute(options: argparse.Namespace, *, early_stop: _EarlyStop) -> int:
         return 0
     # A missing vLLM would otherwise be noticed only after the warm start.
     check_libraries(loaded.config)
-    # Take the lock before torch is imported, so that a second process is refused within a second.
-    lock = RunLock(Path(loaded.config.run.dir))
-    # Set before the lock is taken, so that a SIGTERM in between removes its file and folder.
-    early_stop.lock = lock
-    with lock:
-        try:
-            return _train(loaded, options, lock=lock, early_stop=early_stop)
-        except KeyboardInterrupt:  # while torch is imported, or a second SIGINT during the run
-            if not contains_run(Path(loaded.config.run.dir)):
-                raise
-            if _find_last_save(loaded) is None:
-                advice = "no checkpoint was saved, so all steps are lost. Start again with"
-            else:
-                advice = "steps after the last checkpoint are lost. Resume with"
-            return _fail(
-                f"interrupted; {advice}: {_format_resume_command(options)}", code=EXIT_INTERRUPTED
-            )
-        except OSError as error:
-            if error.errno in NO_SPACE and not getattr(error, "__notes__", []):
-                from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED
-
-                error.add_note(_find_last_save(loaded) or NOTHING_SAVED)
-            raise
-        finally:
-            early_stop.lock = None
+    return _train_with_lock(loaded, options, early_stop=early_stop)
 
 
 def _check_without_run(loaded: LoadedConfig) -> None:
@@ -301,6 +277,37 @@ def _find_last_save(loaded: LoadedConfig) -> str | None:
 
     root = Path(loaded.config.run.dir)
     return find_last_save(root / "checkpoints", warm_start=root / "warm_start" / "checkpoints")
+
+
+def _train_with_lock(
+    loaded: LoadedConfig, options: argparse.Namespace, *, early_stop: _EarlyStop
+) -> int:
+    """Train with the lock of the run folder. Add what was saved to the messages of errors."""
+    # Take the lock before torch is imported, so that a second process is refused within a second.
+    lock = RunLock(Path(loaded.config.run.dir))
+    # Set before the lock is taken, so that a SIGTERM in between removes its file and folder.
+    early_stop.lock = lock
+    with lock:
+        try:
+            return _train(loaded, options, lock=lock, early_stop=early_stop)
+        except KeyboardInterrupt:  # while torch is imported, or a second SIGINT during the run
+            if not contains_run(Path(loaded.config.run.dir)):
+                raise
+            if _find_last_save(loaded) is None:
+                advice = "no checkpoint was saved, so all steps are lost. Start again with"
+            else:
+                advice = "steps after the last checkpoint are lost. Resume with"
+            return _fail(
+                f"interrupted; {advice}: {_format_resume_command(options)}", code=EXIT_INTERRUPTED
+            )
+        except OSError as error:
+            if error.errno in NO_SPACE and not getattr(error, "__notes__", []):
+                from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED
+
+                error.add_note(_find_last_save(loaded) or NOTHING_SAVED)
+            raise
+        finally:
+            early_stop.lock = None
 
 
 def _train(
