@@ -90,9 +90,6 @@ class _OnMegatron(OnEngine):
         )
         return (chosen.select_idxs(rows) for _ in range(split.ppo_epochs) for rows in loader)
 
-    def _columns_in(self, data: DataProto, names: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in names if data.batch is not None and name in data.batch)
-
     def _micro_batches(self, mini_batch: DataProto) -> Iterator[tuple[DataProto, float, bool]]:
         """Yield micro-batches that weigh the same, however many rows each has."""
         # Megatron's schedule divided the loss by the number of micro-batches, not by rows.
@@ -132,7 +129,9 @@ class MegatronActor(_OnMegatron, PPOActor):
     def make_minibatch_iterator(self, data: DataProto) -> Iterable[DataProto]:
         """Return the mini-batches of every pass, as ``update_policy`` takes them."""
         columns = [*_ACTOR_COLUMNS, *(("ref_log_prob",) if self.settings.use_kl_loss else ())]
-        return self._mini_batches(data, columns=[*columns, *self._columns_in(data, _ACTOR_EXTRAS)])
+        if data.batch is not None:
+            columns += [name for name in _ACTOR_EXTRAS if name in data.batch]
+        return self._mini_batches(data, columns=columns)
 
     def update_policy(  # type: ignore[override]
         self, dataloader: Iterable[DataProto], enable_mtp: bool = False

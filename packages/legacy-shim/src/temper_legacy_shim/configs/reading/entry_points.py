@@ -15,7 +15,6 @@ from temper_legacy_shim.configs.reading.trees import (
 
 Program = Literal["ppo", "sft", "sft1", "generation", "evaluation"]
 
-_PPO = "verl.trainer.main_ppo"
 _MEGATRON_ENGINES = ("megatron",)
 _FOREIGN_ENGINES = ("veomni", "torchtitan", "mindspeed", "automodel", "nemo_automodel")
 

@@ -55,7 +55,8 @@ def build_length(draft: Draft) -> None:
         )
         # The old loop went over the epochs and left at this step, so the epochs can end first.
         if epochs is not None:
-            _epochs_may_end_first(draft, steps=steps, epochs=epochs)
+            keys = ("trainer.total_training_steps", "trainer.total_epochs")
+            draft.find("total-steps", *keys, steps=steps, epochs=epochs)
         return
     if epochs is None:
         return
@@ -75,16 +76,6 @@ def build_length(draft: Draft) -> None:
             prompts=prompts,
             each=draft.integer(GENERATED) or prompts,
         )
-
-
-def _epochs_may_end_first(draft: Draft, *, steps: int, epochs: int) -> None:
-    draft.find(
-        "total-steps",
-        "trainer.total_training_steps",
-        "trainer.total_epochs",
-        steps=steps,
-        epochs=epochs,
-    )
 
 
 def _async_length(draft: Draft) -> None:
