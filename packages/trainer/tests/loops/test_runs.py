@@ -594,7 +594,9 @@ def test_finished_run_can_be_extended_but_not_shortened(run: Run, tmp_path: Path
         run(tmp_path / "run", "run.total_steps=1", "run.resume=auto", "data.eval=null")
 
 
-def test_extended_run_exports_its_model_and_keeps_the_earlier_one(run: Run, tmp_path: Path) -> None:
+def test_each_resumed_run_exports_its_model_and_keeps_the_earlier_one(
+    run: Run, tmp_path: Path
+) -> None:
     folder, always = tmp_path / "run", ("run.resume=auto", "data.eval=null")
     run(folder, "run.total_steps=1", "data.eval=null")
     first = load_file(folder / "huggingface" / "model.safetensors")
@@ -607,6 +609,15 @@ def test_extended_run_exports_its_model_and_keeps_the_earlier_one(run: Run, tmp_
     assert not (folder / "huggingface.superseded-2").exists()
     assert all(torch.equal(first[name], kept[name]) for name in first)
     assert any(not torch.equal(first[name], last[name]) for name in first)
+    # Nothing is trained from an earlier step that is the last one, but the model is another one.
+    step = folder / "checkpoints" / "step_00000001"
+    run(folder, "run.total_steps=1", f"run.resume={step}", "data.eval=null")
+    returned, kept = (
+        load_file(folder / name / "model.safetensors")
+        for name in ("huggingface", "huggingface.superseded-2")
+    )
+    assert all(torch.equal(first[name], returned[name]) for name in first)
+    assert all(torch.equal(last[name], kept[name]) for name in last)
 
 
 def test_trainer_state_contains_step_and_position_in_the_data(full_run: RunResult) -> None:

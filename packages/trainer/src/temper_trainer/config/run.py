@@ -162,6 +162,11 @@ class RunConfig:
                     "after a resume: add jsonl."
                 )
 
+    @property
+    def resumes_from_path(self) -> bool:
+        """True if `resume` names a checkpoint, which may be earlier than the newest one."""
+        return self.resume not in ("never", "auto")
+
 
 @settings
 class RuntimeConfig:

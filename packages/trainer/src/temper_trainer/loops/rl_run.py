@@ -109,7 +109,7 @@ def run_rl(
         if resume_from is not None:
             log.print_line(f"continuing from step {state.step} ({resume_from})")
         boundary.set_saved(state.step, resume_from)
-        if state.step < config.run.total_steps:
+        if state.step < config.run.total_steps or config.run.resumes_from_path:
             folder.supersede_model()
         # The sampler starts with weights from the model path, not from the checkpoint.
         components.publisher.publish(components.canary)

@@ -91,7 +91,7 @@ def run_supervised(
         actor = groups["actor"]
         stream, done = _resume(stage, actor=actor, checkpointer=checkpointer, log=log)
         boundary.set_saved(done, stage.resume_from)
-        if done < stage.total_steps:
+        if done < stage.total_steps or config.run.resumes_from_path:
             stage.folder.supersede_model()
         if done == 0:
             evaluator.evaluate(groups, step=0)

@@ -344,7 +344,7 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
         yield from find_inputs_in_run_folder(config, Path(run.dir))
         if config.task == "generate":
             yield from find_generated_file_problems(Path(run.dir) / config.generate.file)
-    if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
+    if run.resumes_from_path and not Path(run.resume).is_dir():
         yield (
             f"run.resume is {run.resume}, but there is no such directory: use never, auto, or the "
             "path of a step directory."
@@ -362,7 +362,7 @@ def _find_run_problems(config: TrainerConfig) -> Iterator[str]:
 def _find_resume_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield why the run could not continue from the checkpoint that it would choose."""
     run = config.run
-    if run.resume not in ("never", "auto") and not Path(run.resume).is_dir():
+    if run.resumes_from_path and not Path(run.resume).is_dir():
         return  # reported with the other settings of the run
     checkpointer = _open_for_preview(run)
     try:

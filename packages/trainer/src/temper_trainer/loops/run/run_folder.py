@@ -76,6 +76,7 @@ class RunFolder:
         """Rename the model of an earlier start to ``NAME.superseded-N``.
 
         A run that trains on would otherwise leave an outdated model until it writes the new one.
+        One that ends at an earlier step would keep the model of a later one.
         """
         if os.path.lexists(self.model):  # also a link to a disk that is not mounted
             self.model.rename(choose_superseded_path(self.model))
