@@ -96,12 +96,13 @@ PREFIXES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
         (
             "override_transformer_config",
             "fp8",
-            "this engine never reads, so it would have no effect: remove it",
+            "which only layers of TransformerEngine read, .* remove it. FSDPEngine has float8",
         ),
+        ("override_transformer_config", "transformer_impl", "only layers of TransformerEngine"),
         (
             "override_transformer_config",
             "attention_softmax_in_fp32",
-            "this engine never reads",
+            "this engine never reads, so it would have no effect: remove it",
         ),
         ("override_transformer_config", "moe_grouped_gemm", "this engine never reads"),
         ("override_ddp_config", "fsdp_double_buffer", "this engine never reads"),
@@ -137,6 +138,7 @@ def test_every_refused_field_exists_in_megatron():
         config_overrides._SET_BY_FIELD.keys(),
         config_overrides._SET_BY_ENGINE,
         config_overrides._CHOSEN_PER_BATCH,
+        config_overrides._ONLY_TRANSFORMER_ENGINE,
         config_overrides._UNUSED,
     )
     refused = set().union(*named)
@@ -152,7 +154,10 @@ def test_every_refused_prefix_occurs_in_megatron():
     }
     unknown = {
         prefix
-        for prefix in config_overrides._UNUSED_PREFIXES
+        for prefix in (
+            *config_overrides._UNUSED_PREFIXES,
+            *config_overrides._TRANSFORMER_ENGINE_PREFIXES,
+        )
         if not any(name.startswith(prefix) for name in known)
     }
     assert unknown == (set() if find_installed_pair() is VERSION_PAIRS[-1] else PREFIXES_SINCE_0_19)

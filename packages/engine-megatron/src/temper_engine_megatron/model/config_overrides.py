@@ -175,6 +175,27 @@ _SET_BY_ENGINE = frozenset(
 )
 """Fields that the engine sets and depends on."""
 
+_ONLY_TRANSFORMER_ENGINE = frozenset(
+    {
+        "transformer_impl",
+        "use_te_activation_func",
+        "activation_func_fp8_input_store",
+        "tp_only_amax_red",
+        "first_last_layers_bf16",
+        "num_layers_at_start_in_bf16",
+        "num_layers_at_end_in_bf16",
+        "quant_recipe",
+        "disable_parameter_transpose_cache",
+        "symmetric_ar_type",
+        "keep_fp8_transpose_cache",
+        "reuse_grad_buf_for_mxfp8_param_ag",
+    }
+)
+"""Fields that only layers of TransformerEngine read."""
+
+_TRANSFORMER_ENGINE_PREFIXES = ("fp8", "fp4", "tp_comm_")
+"""Prefixes of more such fields."""
+
 _UNUSED = frozenset(
     {
         # Attention and norms are plain torch.
@@ -188,23 +209,13 @@ _UNUSED = frozenset(
         "flash_decode",
         "memory_efficient_layer_norm",
         "persist_layer_norm",
-        # Only for TransformerEngine's layers.
-        "transformer_impl",
-        "use_te_activation_func",
-        "activation_func_fp8_input_store",
-        "tp_only_amax_red",
-        "kitchen_attention_backend",
-        "first_last_layers_bf16",
-        "num_layers_at_start_in_bf16",
-        "num_layers_at_end_in_bf16",
-        "quant_recipe",
-        "disable_parameter_transpose_cache",
-        "symmetric_ar_type",
-        "moe_grouped_gemm",
         "cpu_offloading_num_layers",
         "cpu_offloading_activations",
         "cpu_offloading_weights",
         "cpu_offloading_double_buffering",
+        # The engine's own layers have other products of experts and another attention.
+        "moe_grouped_gemm",
+        "kitchen_attention_backend",
         # Weights come from the model's files, and the head is the engine's own.
         "init_method_std",
         "embedding_init_method_std",
@@ -226,17 +237,12 @@ _UNUSED = frozenset(
         "overlap_cpu_optimizer_d2h_h2d",
         "pin_cpu_grads",
         "pin_cpu_params",
-        "reuse_grad_buf_for_mxfp8_param_ag",
         "outer_dp_sharding_strategy",
-        "keep_fp8_transpose_cache",
     }
 )
 """Fields that this engine never reads."""
 
 _UNUSED_PREFIXES = (
-    "fp8",
-    "fp4",
-    "tp_comm_",
     "use_kitchen",
     "qk_clip",
     "dsa_",
@@ -324,6 +330,11 @@ def _check_name(name: str, *, key: str, known: Iterable[str], class_name: str) -
         raise ConfigError(
             f"{key} names {name!r}, which the model's own config decides: change it there, or "
             "remove it here."
+        )
+    if name in _ONLY_TRANSFORMER_ENGINE or name.startswith(_TRANSFORMER_ENGINE_PREFIXES):
+        raise ConfigError(
+            f"{key} names {name!r}, which only layers of TransformerEngine read, and the layers of "
+            "MegatronEngine are plain torch: remove it. FSDPEngine has float8 layers (float8)."
         )
     if name in _UNUSED or name.startswith(_UNUSED_PREFIXES):
         raise ConfigError(
