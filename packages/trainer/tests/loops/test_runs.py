@@ -646,6 +646,16 @@ def test_supervised_run_resumes_from_a_requested_checkpoint(
     run(tmp_path / "second", *SFT, "run.total_steps=4", f"run.resume={named}", base=TINY)
     assert rows(tmp_path / "second", phase="sft") == rows(tmp_path / "whole", phase="sft")[2:]
     assert not (tmp_path / "first" / "huggingface").exists(), "run.save_model=false leaves no model"
+    # The model of an earlier step that is the last one replaces that of the later step.
+    run(tmp_path / "first", *SFT, "run.total_steps=3", f"run.resume={named}", base=TINY)
+    later = load_file(tmp_path / "first" / "huggingface" / "model.safetensors")
+    run(tmp_path / "first", *SFT, "run.total_steps=2", f"run.resume={named}", base=TINY)
+    earlier, kept = (
+        load_file(tmp_path / "first" / name / "model.safetensors")
+        for name in ("huggingface", "huggingface.superseded-1")
+    )
+    assert all(torch.equal(later[name], kept[name]) for name in later)
+    assert any(not torch.equal(later[name], earlier[name]) for name in later)
 
 
 def test_checkpoint_of_another_phase_is_refused(run: Run, tmp_path: Path) -> None:
