@@ -162,7 +162,15 @@ def test_completion_that_leaves_no_position_for_a_prompt_is_refused(
     check_external_objects(load([*there, "sampling.max_tokens=63"]).config)
     assert refusal([*there, "sampling.max_tokens=64"]) == (
         f"sampling.max_tokens is 64, but the model in {tmp_path}/model has 64 positions "
-        "(max_position_embeddings in its config.json), and a prompt needs some of them: lower it."
+        "(max_position_embeddings in its config.json), and a prompt needs some of these positions: "
+        "lower sampling.max_tokens."
+    )
+    # A server of vLLM may have its own limit.
+    served = [*there, "rollout.sampler=vllm", "rollout.vllm.max_model_len=48"]
+    check_external_objects(load([*served, "sampling.max_tokens=47"]).config)
+    assert refusal([*served, "sampling.max_tokens=48"]) == (
+        "sampling.max_tokens is 48, but rollout.vllm.max_model_len is 48, and a prompt needs some "
+        "of these positions: lower sampling.max_tokens."
     )
 
 

@@ -21,7 +21,7 @@ from temper_trainer.config_loading.checks.data_files import (
 from temper_trainer.config_loading.checks.external_checks import preview_checkpoint
 from temper_trainer.config_loading.checks.model_folders import (
     iterate_completion_limits,
-    read_positions,
+    read_position_limit,
 )
 from temper_trainer.types import Prompt
 
@@ -164,14 +164,15 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
 
 def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) -> Iterator[str]:
     """Yield the first prompt that, with a completion, is longer than the sampler allows."""
-    positions = read_positions(config)
+    found = read_position_limit(config)
     limits = dict(iterate_completion_limits(config))
     limit_key = "sampling.max_tokens"
     if key in config.data.eval_sources and config.task != "generate":
         limit_key = "run.eval_sampling.max_tokens"
-    if positions is None or limit_key not in limits:
+    if found is None or limit_key not in limits:
         return
     limit = limits[limit_key]
+    positions, reason = found
     # A task with a sampler refuses to drop streamed prompts.
     remedy = (
         "remove the row"
@@ -182,7 +183,6 @@ def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) 
         if len(prompt.tokens) + limit > positions:
             yield (
                 f"{key}: {prompt.location}: the prompt has {len(prompt.tokens)} tokens and "
-                f"{limit_key} is {limit}, but the model in {config.actor.engine.model.path} has "
-                f"{positions} positions: lower {limit_key}, or {remedy}."
+                f"{limit_key} is {limit}, but {reason}: lower {limit_key}, or {remedy}."
             )
             return  # one is enough

@@ -98,21 +98,30 @@ def has_chat_template(data: DataConfig, *, model_path: str | None) -> bool:
     return bool(read_json_fields(folder / "tokenizer_config.json").get("chat_template"))
 
 
-def read_positions(config: TrainerConfig) -> int | None:
-    """Return the longest sequence that the sampler takes: the positions in the actor's config.json.
+def read_position_limit(config: TrainerConfig) -> tuple[int, str] | None:
+    """Return the longest sequence that the sampler takes, and a clause on what limits it.
+
+    The limit is rollout.vllm.max_model_len, or the positions in the config.json of the actor.
 
     Returns:
-        None if the file does not say it, or if the server of the sampler has its own limit.
+        None if neither says it, or if other arguments of vLLM may.
     """
-    vllm = config.rollout.vllm
-    has_own_limit = config.rollout.sampler == "vllm" and (vllm.max_model_len or vllm.engine_kwargs)
     path = config.actor.engine.model.path
-    if has_own_limit or path is None or not _is_model(path):
+    if config.rollout.sampler == "vllm":
+        max_length = config.rollout.vllm.max_model_len
+        if max_length is not None:
+            return max_length, f"rollout.vllm.max_model_len is {max_length}"
+        if config.rollout.vllm.engine_kwargs:
+            return None
+    if path is None or not _is_model(path):
         return None
     # A damaged file is reported as a problem of the model.
     text_fields = select_text_fields(read_json_fields(Path(path) / "config.json"))
     positions = text_fields.get("max_position_embeddings")
-    return positions if isinstance(positions, int) else None
+    if not isinstance(positions, int):
+        return None
+    reason = f"{positions} positions (max_position_embeddings in its config.json)"
+    return positions, f"the model in {path} has {reason}"
 
 
 def iterate_completion_limits(config: TrainerConfig) -> Iterator[tuple[str, int]]:
@@ -127,13 +136,12 @@ def iterate_completion_limits(config: TrainerConfig) -> Iterator[tuple[str, int]
 
 def _find_position_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield limits on completions that leave no position for a prompt."""
-    positions = read_positions(config)
+    found = read_position_limit(config)
     for key, limit in iterate_completion_limits(config):
-        if positions is not None and limit >= positions:
+        if found is not None and limit >= found[0]:
             yield (
-                f"{key} is {limit}, but the model in {config.actor.engine.model.path} has "
-                f"{positions} positions (max_position_embeddings in its config.json), and a prompt "
-                "needs some of them: lower it."
+                f"{key} is {limit}, but {found[1]}, and a prompt needs some of these positions: "
+                f"lower {key}."
             )
 
 
