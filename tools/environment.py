@@ -49,7 +49,11 @@ TOOLS = (
 )
 
 TORCH = "torch==2.13.0"
-"""Installed first, so that a later `torch>=x` does not download a CUDA build of several GB."""
+"""Installed first, so that a later `torch>=x` does not replace it.
+
+It is a CPU build only if pip's configuration has an index with CPU builds; PyPI's wheels for Linux
+contain CUDA. See docs/install.md.
+"""
 
 MEGATRON_BRIDGE = "megatron-bridge==0.3.1"
 """Installed without dependencies: one needs torch at build time, which pip cannot resolve.

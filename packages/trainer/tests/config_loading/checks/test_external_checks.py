@@ -606,6 +606,15 @@ def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
         assert str(caught.value).startswith(sentence)
 
 
+def test_vllm_is_looked_for_here_if_ray_starts_its_cluster_here(there: list[str]) -> None:
+    asks = [*there, "rollout=vllm", "rollout.pool=rollout", "runtime.kind=ray"]
+    missing = "runtime.rollout_python=/nowhere/python"
+    with pytest.raises(ConfigError, match="/nowhere/python, but there is no such program"):
+        check_libraries(load([*asks, missing]).config)
+    # Servers of an existing cluster may run on other hosts.
+    check_libraries(load([*asks, missing, "runtime.address=10.0.0.1:6379"]).config)
+
+
 @pytest.mark.parametrize("asks", ["rollout=vllm", "+teachers.t.backend=vllm"])
 def test_missing_interpreter_of_the_servers_is_refused_before_the_run(
     there: list[str], tmp_path: Path, asks: str

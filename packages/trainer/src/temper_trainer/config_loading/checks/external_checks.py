@@ -185,7 +185,8 @@ def check_libraries(config: TrainerConfig) -> None:
     if is_ray:
         if message := find_missing_cpus(config):
             raise ConfigError(message)
-        return  # the libraries of servers and engines may be on other hosts
+    if is_ray and config.runtime.address is not None:
+        return  # the servers may be on other hosts
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
     samples_here = config.generates_completions and not config.rollout.vllm.has_remote_servers
     if samples_here and config.rollout.sampler == "vllm":
