@@ -182,9 +182,8 @@ def check_libraries(config: TrainerConfig) -> None:
     for cause, module, package, remedy in needs:
         for problem in _find_missing(module, cause=cause, package=package, remedy=remedy):
             raise ConfigError(problem)
-    if is_ray:
-        if message := find_missing_cpus(config):
-            raise ConfigError(message)
+    if is_ray and (message := find_missing_cpus(config)):
+        raise ConfigError(message)
     if is_ray and config.runtime.address is not None:
         return  # the servers may be on other hosts
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]

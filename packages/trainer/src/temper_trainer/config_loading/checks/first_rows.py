@@ -164,15 +164,14 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
 
 def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) -> Iterator[str]:
     """Yield the first prompt that, with a completion, is longer than the sampler allows."""
-    found = read_position_limit(config)
+    positions, reason = read_position_limit(config) or (None, "")
     limits = dict(iterate_completion_limits(config))
     limit_key = "sampling.max_tokens"
     if key in config.data.eval_sources and config.task != "generate":
         limit_key = "run.eval_sampling.max_tokens"
-    if found is None or limit_key not in limits:
+    if positions is None or limit_key not in limits:
         return
     limit = limits[limit_key]
-    positions, reason = found
     # A task with a sampler refuses to drop streamed prompts.
     remedy = (
         "remove the row"

@@ -136,11 +136,11 @@ def iterate_completion_limits(config: TrainerConfig) -> Iterator[tuple[str, int]
 
 def _find_position_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield limits on completions that leave no position for a prompt."""
-    found = read_position_limit(config)
+    positions, reason = read_position_limit(config) or (None, "")
     for key, limit in iterate_completion_limits(config):
-        if found is not None and limit >= found[0]:
+        if positions is not None and limit >= positions:
             yield (
-                f"{key} is {limit}, but {found[1]}, and a prompt needs some of these positions: "
+                f"{key} is {limit}, but {reason}, and a prompt needs some of these positions: "
                 f"lower {key}."
             )
 
