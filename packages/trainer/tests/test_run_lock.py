@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,13 @@ from filelock._util import exchange_names
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.run_folder_checks import find_wrong_entries
-from temper_trainer.run_lock import LOCK_FILE, RunLock, RunLockLostError, find_lock_refusal
+from temper_trainer.run_lock import (
+    LOCK_FILE,
+    RunLock,
+    RunLockLostError,
+    find_lock_refusal,
+    read_lock_owner,
+)
 
 HOLDER = """
 import pathlib, sys, time
@@ -124,8 +131,24 @@ def test_reused_process_id_is_not_mistaken_for_the_owner(tmp_path: Path) -> None
         pass
 
 
-def test_owner_on_another_host_with_a_heartbeat_keeps_the_lock(tmp_path: Path) -> None:
-    write_lock(tmp_path, host="node17", pid=4711, lease_s=6.0)
+OTHER_BOOT = (0xF00D << 64) | 777
+"""Start of a process on a machine with another boot id, as filelock writes it."""
+
+
+def own_host() -> str:
+    """Return the name of this host and PID namespace, as filelock writes it."""
+    with tempfile.TemporaryDirectory() as folder, RunLock(Path(folder)):
+        owner = read_lock_owner(Path(folder))
+    assert owner is not None
+    return owner.hostname
+
+
+@pytest.mark.parametrize("is_same_name", [False, True])
+def test_owner_on_another_host_with_a_heartbeat_keeps_the_lock(
+    tmp_path: Path, is_same_name: bool
+) -> None:
+    host, start = (own_host(), OTHER_BOOT) if is_same_name else ("node17", None)
+    write_lock(tmp_path, host=host, pid=4711987, start=start, lease_s=6.0)
     is_over = threading.Event()
 
     def beat() -> None:
@@ -136,7 +159,7 @@ def test_owner_on_another_host_with_a_heartbeat_keeps_the_lock(tmp_path: Path) -
     thread.start()
     try:
         with (
-            pytest.raises(ConfigError, match="in use by process 4711 on host node17"),
+            pytest.raises(ConfigError, match="in use by process 4711987 on host"),
             RunLock(tmp_path, lease_s=6.0),
         ):
             pass
@@ -202,6 +225,17 @@ def test_killed_container_with_the_same_host_name_is_replaced_after_the_lease(
     with RunLock(tmp_path, lease_s=1.0):
         assert time.monotonic() - begin >= 1.0
     # Process 1 of this namespace is another one: when it started says nothing.
+    assert "running since" not in caplog.text
+
+
+def test_process_from_before_a_reboot_is_replaced_after_the_lease(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_lock(tmp_path, host=own_host(), pid=1, start=OTHER_BOOT, lease_s=1.0)
+    assert find_lock_refusal(tmp_path) is None
+    begin = time.monotonic()
+    with RunLock(tmp_path, lease_s=1.0):
+        assert time.monotonic() - begin >= 1.0
     assert "running since" not in caplog.text
 
 

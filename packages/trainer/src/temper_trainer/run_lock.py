@@ -43,9 +43,9 @@ class RunLock:
 
     When the owner was a process on this host that no longer exists, take over its lock at once. The
     check uses process id, boot id and start time, to not confuse the owner with a new process of
-    the same id. When the owner is on another host, watch its heartbeat for at most `LEASE_S`
-    seconds. Do the same for an empty or unreadable lock file, for example after a power failure: a
-    living owner changes the file every `HEARTBEAT_S` seconds.
+    the same id. When the owner is on another host, or this host has been restarted since, watch the
+    heartbeat for at most `LEASE_S` seconds. Do the same for an empty or unreadable lock file, for
+    example after a power failure: a living owner changes the file every `HEARTBEAT_S` seconds.
     """
 
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:
@@ -122,10 +122,6 @@ class RunLock:
     def _acquire(self) -> None:
         previous_owner = self._lease.owner
         try:
-            # Don't use filelock for an unreadable file: it takes over after 2 s, less than a
-            # heartbeat interval, while the owner may still be alive.
-            if previous_owner is None and self._last_heartbeat_ns() is not None:
-                raise Timeout(str(self._folder / LOCK_FILE))
             self._try_lease()
         except Timeout:
             self._watch_holder()
@@ -138,6 +134,13 @@ class RunLock:
 
     def _try_lease(self) -> None:
         """Take the lock at once, or raise Timeout."""
+        # Don't use filelock for an owner that may be alive. It takes over an unreadable file after
+        # 2 s, less than a heartbeat interval. It looks up the process id of an owner on another
+        # host here, if both hosts have the same name.
+        owner = self._lease.owner
+        is_local = owner is not None and _is_local(owner)
+        if not is_local and self._last_heartbeat_ns() is not None:
+            raise Timeout(str(self._folder / LOCK_FILE))
         self._is_acquiring = True
         try:
             self._lease.acquire(blocking=False)
@@ -275,13 +278,20 @@ def _host(owner: OwnerRecord) -> str:
 
 
 def _is_local(owner: OwnerRecord) -> bool:
-    """Return True if the owner is on the same host and in the same PID namespace.
+    """Return True if the owner is on the same host, boot and PID namespace.
 
     A container that is restarted after a SIGKILL has the same host name but a new namespace, where
-    the owner's process id has no meaning.
+    the owner's process id has no meaning. Virtual machines from one image may have the same host
+    name, but not the same boot id. Nor does a host keep its boot id when it is restarted.
     """
     _, _, namespace = owner.hostname.partition(_NAMESPACE_MARK)
-    return _host(owner) == socket.gethostname() and namespace == _own_namespace()
+    # filelock writes the boot id before the start time, or 0 if it could not be read.
+    boot_ids = {(owner.start or 0) >> 64, _own_boot_id()}
+    return (
+        _host(owner) == socket.gethostname()
+        and namespace == _own_namespace()
+        and (len(boot_ids) == 1 or 0 in boot_ids)
+    )
 
 
 def _own_namespace() -> str:
@@ -291,6 +301,14 @@ def _own_namespace() -> str:
     except OSError:
         return ""
     return "" if inode == _INITIAL_PID_NAMESPACE else f"{inode:x}"
+
+
+def _own_boot_id() -> int:
+    """Return the boot id of this host as filelock writes it; 0 if it cannot be read."""
+    try:
+        return int(Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", ""), 16)
+    except (OSError, ValueError):
+        return 0
 
 
 def _started_at(owner: OwnerRecord) -> str | None:
