@@ -162,6 +162,36 @@ def test_stop_text_is_left_out_of_the_message_and_kept_in_the_conversation() -> 
     )
 
 
+def test_equal_messages_are_each_read_again_as_they_were_sampled() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        messages = [("user", "hi")]
+        for _ in range(3):
+            response = await ask(client, *messages, stop=["="])
+            content = response.choices[0].message.content
+            assert content == "Yes"
+            messages += [("assistant", content), ("user", "go")]
+
+    # The agent sees the same text although the second completion has no stop text.
+    sampled = iter(["Yes=", "Yes", "Yes"])
+    sampler = StopsAtText(lambda request: ids(next(sampled)), end_token_id=END)
+    conversation, _ = use_client(use, sampler=sampler)
+    assert TOKENIZER.decode(conversation.full_tokens) == (
+        "<user>hi<assistant>Yes=<eos><user>go<assistant>Yes<eos><user>go<assistant>Yes"
+    )
+    assert conversation.branches == ()
+
+
+def test_message_is_read_as_it_was_sampled_after_an_earlier_one_was_changed() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        await ask(client, ("user", "hi"), stop=["="])
+        await ask(client, ("user", "changed"), ("assistant", "4+4"), ("user", "go"))
+
+    sampler = StopsAtText(lambda request: ids("4+4="), end_token_id=END)
+    conversation, _ = use_client(use, sampler=sampler)
+    text = TOKENIZER.decode(conversation.request.prompt_tokens)
+    assert text == "<user>changed<assistant>4+4=<eos><user>go<assistant>"
+
+
 def test_logprobs_are_those_of_the_sampled_tokens() -> None:
     async def use(client: AsyncOpenAI) -> None:
         response = await ask(client, ("user", "hi"), logprobs=True, max_tokens=2)

@@ -44,8 +44,10 @@ class ChatHistory:
     """Chat template; None is that of the tokenizer."""
     _read: list[EncodedPrompt] = field(default_factory=list)
     """Each earlier prompt with its completion."""
-    _sampled: dict[str, str] = field(default_factory=dict)
-    """Sampled text of each message that was returned."""
+    _sampled: dict[int, str] = field(default_factory=dict)
+    """Sampled text of each message that was returned, by `_hash_messages` of the conversation up to
+    this message and of the message by itself.
+    """
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] = ()
@@ -59,7 +61,7 @@ class ChatHistory:
         """
         try:
             text = self.tokenizer.apply_chat_template(
-                [self._restore(message) for message in messages],
+                self._restore(messages),
                 tools=[dict(tool) for tool in tools] or None,
                 chat_template=self.template,
                 tokenize=False,
@@ -107,19 +109,38 @@ class ChatHistory:
             plain=str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
 
-    def add_message(self, message: Mapping[str, Any], *, sampled: str) -> None:
-        """Record the message that was returned for a sampled text.
+    def add_message(
+        self,
+        message: Mapping[str, Any],
+        *,
+        after: Sequence[Mapping[str, Any]],
+        sampled: str,
+    ) -> None:
+        """Record the message that was returned for a sampled text, after those of its request.
 
         The message may lack a stop text, or have calls of tools in a form of its own. When the
         agent sends it back, the policy reads what it has sampled.
         """
         (parsed,) = parse_messages([message])
-        self._sampled[_describe(parsed)] = sampled
+        for conversation in ([*after, parsed], [parsed]):
+            self._sampled[_hash_messages(conversation)[-1]] = sampled
 
-    def _restore(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message with the text that was sampled for it, if it was."""
-        sampled = self._sampled.get(_describe(message)) if message["role"] == "assistant" else None
-        return dict(message) if sampled is None else {"role": "assistant", "content": sampled}
+    def _restore(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages with the texts that were sampled for them, if they were.
+
+        Different sampled texts may have equal messages, so the text of the same conversation comes
+        first. If the agent has changed an earlier message, it is the last text of an equal message.
+        """
+        restored = []
+        for message, position in zip(messages, _hash_messages(messages), strict=True):
+            sampled = None
+            if message["role"] == "assistant":
+                single = _hash_messages([message])[-1]
+                sampled = self._sampled.get(position, self._sampled.get(single))
+            restored.append(
+                dict(message) if sampled is None else {"role": "assistant", "content": sampled}
+            )
+        return restored
 
     def _decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Return the text of tokens after others: some tokenizers drop a space at the beginning."""
@@ -130,6 +151,14 @@ class ChatHistory:
         return str(self.tokenizer.decode(list(tokens)))
 
 
-def _describe(message: Mapping[str, Any]) -> str:
-    """Return what identifies a parsed message that was returned, when the agent sends it back."""
-    return json.dumps([message["content"], message.get("tool_calls") or []])
+def _hash_messages(messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Return a hash of the conversation up to each message.
+
+    It reads only the fields of a returned message that the agent sends back.
+    """
+    hashes, previous = [], 0
+    for message in messages:
+        fields = [message["role"], message["content"], message.get("tool_calls") or []]
+        previous = hash((previous, json.dumps(fields)))
+        hashes.append(previous)
+    return hashes

@@ -200,7 +200,7 @@ async def _complete_chat(session: GatewaySession, request: web.Request) -> web.S
         markers=session.markers if chat.tools else None,
         call_id=f"call_{session.num_responses}",
     )
-    session.history.add_message(message, sampled=text.full)
+    session.history.add_message(message, after=chat.messages, sampled=text.full)
     response = make_chat_response(
         message,
         response_id=f"chatcmpl-{session.num_responses}",
