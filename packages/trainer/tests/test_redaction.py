@@ -41,6 +41,37 @@ def test_value_of_a_secret_variable_is_hidden_in_each_form(form: str) -> None:
     assert redacted.endswith(".")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "secret"),
+    [
+        ("DATABASE_URL", "postgres://bob:hunter2hunter2@db/x", "hunter2hunter2"),
+        ("HTTPS_PROXY", "http://bob:hunter2%40hunter2@proxy:8080", "hunter2@hunter2"),
+        ("PIP_INDEX_URL", "https://bob:hunter2%40hunter2@pypi/simple", "hunter2%40hunter2"),
+        ("BROKERS", "amqp://a:short@b;amqp://c:hunter2hunter2@d", "hunter2hunter2"),
+        ("STORAGE", "AccountName=bob;AccountKey=hunter2hunter2==;A=b", "hunter2hunter2=="),
+        ("MYSQL", "Server=db;Password=hunter2hunter2", "hunter2hunter2"),
+        ("SSHPASS", "hunter2hunter2", "hunter2hunter2"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "Endpoint=hunter2hunter2", "Endpoint=hunter2hunter2"),
+    ],
+)
+def test_password_in_any_variable_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, secret: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert redact_secrets(f"refused: {secret} for bob") == f"refused: {HIDDEN} for bob"
+    assert "hunter2" not in redact_secrets(f"cannot connect to {value}")
+
+
+def test_texts_of_variables_that_are_no_passwords_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATABASE_URL", "postgres://bob:hunter2@database:54321/problems")
+    monkeypatch.setenv("BUS", "Endpoint=sb://bus;SharedAccessKeyName=RootManageKey")
+    monkeypatch.setenv("COMPASS", "north-by-northwest")
+    text = (
+        "bob on database:54321/problems: RootManageKey, north-by-northwest, 7 characters: hunter2"
+    )
+    assert redact_secrets(text) == text
+
+
 LONG = "Zq7&pw\"9/L\u00e9X+t3=R <'\\r>"
 """A secret with characters that each kind of quoting changes."""
 

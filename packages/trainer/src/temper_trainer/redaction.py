@@ -1,8 +1,9 @@
 """Hide the values of secrets in messages: exceptions of user code may quote what they were given.
 
 A value is a secret if an environment variable with a secret's name has it, or a setting that was
-passed to `register_secrets`. Control characters of such texts are escaped: printed as they are,
-they could clear the screen, change the window's title, or hide lines. Standard library only.
+passed to `register_secrets`. So is a password in a URL or connection string of any environment
+variable. Control characters of such texts are escaped: printed as they are, they could clear the
+screen, change the window's title, or hide lines. Standard library only.
 """
 
 import html
@@ -28,7 +29,8 @@ _MIN_REGISTERED_CHARS = 6
 
 _SECRET_VARIABLE = re.compile(
     r"((token|key|secret|password|passphrase|credential|webhook)s?|passwd|jwt"
-    r"|(^|_)(auth|authorization|bearer|cookies?|dsn|pass|pat|pwd))[0-9]*(_|$)",
+    r"|conn(ection)?_?str(ing)?s?"
+    r"|(^|_)(auth|authorization|bearer|cookies?|dsn|(ssh)?pass|pat|pwd))[0-9]*(_|$)",
     re.IGNORECASE,
 )
 """Name of an environment variable whose value is a secret. The pattern matches more names than the
@@ -39,6 +41,13 @@ _WORKING_DIRECTORY = ("PWD", "OLDPWD")
 """Variables whose values are no secrets and must be written, because a resume may be started in
 another directory.
 """
+
+PASSWORD_IN_URL = re.compile(r"://(?!\$\{[^{}]*\}@)[^/\s:@]*:([^/\s@]+)@")
+_PASSWORD_IN_CONNECTION_STRING = re.compile(
+    r"(?:^|;)\s*(?:AccountKey|SharedAccessKey|SharedAccessSignature|Password|Pwd)\s*=\s*([^;]+)",
+    re.IGNORECASE,
+)
+"""A password as in `AccountName=NAME;AccountKey=KEY` of Azure and in those of databases."""
 
 _TO_URLSAFE = str.maketrans("+/", "-_")
 """Translates standard base64 characters to the URL-safe ones."""
@@ -73,6 +82,19 @@ def list_secret_variables() -> dict[str, str]:
     }
 
 
+@lru_cache(maxsize=1024)
+def _find_passwords(text: str) -> frozenset[str]:
+    """Return the passwords in the URLs and connection strings of a text, as written and decoded.
+
+    Example:
+        >>> sorted(_find_passwords("postgres://bob:hunter%402@db"))
+        ['hunter%402', 'hunter@2']
+    """
+    passwords = {*PASSWORD_IN_URL.findall(text), *_PASSWORD_IN_CONNECTION_STRING.findall(text)}
+    passwords.update([unquote(password) for password in passwords])
+    return frozenset(password for password in passwords if len(password) >= MIN_SECRET_CHARS)
+
+
 def register_secrets(values: Iterable[str]) -> None:
     """Let `redact_secrets` hide these values until this process ends; skip very short ones."""
     _registered.update(value for value in values if len(value) >= _MIN_REGISTERED_CHARS)
@@ -97,7 +119,9 @@ def redact_secrets(text: str) -> str:
     """
     if len(text) < _MIN_REGISTERED_CHARS:
         return text
-    secrets = _registered.union(list_secret_variables().values())
+    secrets = _registered.union(
+        list_secret_variables().values(), *map(_find_passwords, os.environ.values())
+    )
     forms = {form for secret in secrets for form in list_secret_forms(secret)}
     # Longest first, because one may be part of another.
     ordered = sorted(forms, key=len, reverse=True)

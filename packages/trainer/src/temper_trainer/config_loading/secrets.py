@@ -12,6 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading.schema import Plain, flatten
 from temper_trainer.redaction import (
     HIDDEN,
+    PASSWORD_IN_URL,
     is_secret_variable,
     list_secret_forms,
     list_secret_variables,
@@ -56,7 +57,6 @@ _HARMLESS_LITERAL = re.compile(
 default of the reference."""
 _KEY_IN_TEXT = re.compile(r"([\w.-]+)['\"]?\s*[:=]")
 """A key inside the text of a mapping, such as `api_key` in `{api_key: ...}`."""
-_PASSWORD_IN_URL = re.compile(r"://(?!\$\{[^{}]*\}@)[^/\s:@]*:[^/\s@]+@")
 _USER_IN_URL = re.compile(
     r"(https?://(?!git@)|://(?=[^\s/@?#]{20,}@)(?=[^\s/@?#]*[0-9]))(?!\$\{)[^\s/:@?#]+@",
     re.IGNORECASE,
@@ -182,7 +182,7 @@ def _describe_secret(text: str) -> Literal["password", "token", "text"] | None:
     """
     if _KNOWN_TOKEN.search(text) or _HEADER.search(text) or _HOOK_URL.search(text):
         return "text"
-    if _PASSWORD_IN_URL.search(text):
+    if PASSWORD_IN_URL.search(text):
         return "password"
     if _USER_IN_URL.search(text):
         return "token"
