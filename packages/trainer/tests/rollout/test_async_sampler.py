@@ -8,13 +8,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from packages.trainer.tests.rollout.models_for_tests import Pair, make_prompts, make_requests
+from packages.trainer.tests.rollout.models_for_tests import (
+    Pair,
+    make_prompts,
+    make_requests,
+    make_tokenizer,
+)
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
-from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
+from temper_trainer.rollout.stop_texts import cut_continuation
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 REQUESTS = make_requests(make_prompts(6, seed=4), SamplingConfig(max_tokens=60), seeds=range(6))
 
@@ -50,12 +56,18 @@ class StopsAtToken:
         self.inner = sampler
         self._at = at
         self._is_cut = False
+        self.calls: list[list[tuple[SamplingRequest, Completion]]] = []
         self.then: Callable[[], None] = lambda: None
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
     def sample(self, requests: list[SamplingRequest]) -> list[Completion]:
+        completions = self._sample(requests)
+        self.calls.append(list(zip(requests, completions, strict=True)))
+        return completions
+
+    def _sample(self, requests: list[SamplingRequest]) -> list[Completion]:
         if self._is_cut:
             return self.inner.sample(requests)
         short = [replace(r, sampling=replace(r.sampling, max_tokens=self._at)) for r in requests]
@@ -142,16 +154,69 @@ def test_pause_interrupts_and_new_weights_continue_the_completions(qwen2: Pair) 
     assert max(max(c.token_versions or (c.weight_version,)) for c in completions) == 1
 
 
-def test_interrupted_completions_with_stop_texts_start_again(
-    qwen2: Pair,
-) -> None:
+def test_interrupted_completions_with_stop_texts_continue(qwen2: Pair) -> None:
     stopping = StopsAtToken(qwen2.sampler(), at=3)
-    sampler = AsyncSampler(stopping, interrupts=True)  # type: ignore[arg-type]
+    sampler = AsyncSampler(stopping, interrupts=True, tokenizer=make_tokenizer())  # type: ignore[arg-type]
     requests = [
         replace(r, sampling=replace(r.sampling, stop=("zq",), max_tokens=30)) for r in REQUESTS
     ]
+    asyncio.run(sample_all(sampler, requests))
+    first, second = stopping.calls
+    beginnings = {
+        (*request.prompt_tokens, *completion.tokens)
+        for request, completion in first
+        if completion.finish_reason == FinishReason.INTERRUPTED
+    }
+    assert beginnings
+    assert {request.prompt_tokens for request, _ in second} == beginnings
+
+
+@pytest.mark.parametrize(("begin", "end"), [(1, 4), (2, 5), (3, 5)])
+def test_stop_text_is_found_across_an_interruption(qwen2: Pair, begin: int, end: int) -> None:
+    # Greedy, so that a continuation samples the same tokens as a call without interruption.
+    greedy = [replace(r, sampling=SamplingConfig(temperature=0, max_tokens=30)) for r in REQUESTS]
+    tokenizer = make_tokenizer()
+    requests = [
+        replace(
+            request,
+            sampling=replace(
+                request.sampling, stop=(str(tokenizer.decode(completion.tokens[begin:end])),)
+            ),
+        )
+        for request, completion in zip(greedy, qwen2.sampler().sample(greedy), strict=True)
+        if len(completion.tokens) > end
+    ]
+    expected = qwen2.sampler().sample(requests)
+    assert max(len(each.tokens) for each in expected) == end
+    stopping = StopsAtToken(qwen2.sampler(), at=3)
+    sampler = AsyncSampler(stopping, interrupts=True, tokenizer=tokenizer)  # type: ignore[arg-type]
     completions = asyncio.run(sample_all(sampler, requests))
-    assert completions == list(map(pack_completion, qwen2.sampler().sample(requests)))
+    assert [list(each.tokens) for each in completions] == [list(each.tokens) for each in expected]
+    assert {each.finish_reason for each in completions} == {FinishReason.STOP_TEXT}
+    for completion, other in zip(completions, expected, strict=True):
+        assert list(completion.rollout_logprobs) == pytest.approx(
+            list(other.rollout_logprobs), abs=2e-5
+        )
+
+
+def test_tokens_after_a_stop_text_are_dropped_with_their_logprobs_and_experts() -> None:
+    # Tokens 2 to 6 are a to e; a prompt of two tokens and the interrupted part "ab" come before.
+    continuation = Completion(
+        request_id=0,
+        tokens=(4, 5, 6),
+        rollout_logprobs=(-0.25, -0.5, -0.75),
+        finish_reason=FinishReason.INTERRUPTED,
+        weight_version=3,
+        routed_experts=torch.arange(6).view(6, 1, 1),
+    )
+    before, tokenizer = (2, 3), make_tokenizer()
+    cut = cut_continuation(continuation, before=before, stop=("x", "bc"), tokenizer=tokenizer)
+    assert (cut.tokens, cut.rollout_logprobs) == ((4,), (-0.25,))
+    assert cut.finish_reason == FinishReason.STOP_TEXT
+    assert cut.routed_experts.flatten().tolist() == [0, 1, 2, 3]
+    assert cut_continuation(continuation, before=before, stop=("bd",), tokenizer=tokenizer) == (
+        continuation
+    )
 
 
 def test_sampled_completions_need_9_bytes_per_token_and_keep_their_values() -> None:

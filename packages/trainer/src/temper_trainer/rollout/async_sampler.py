@@ -11,10 +11,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from transformers import PreTrainedTokenizerBase
+
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
+from temper_trainer.rollout.stop_texts import cut_continuation
 from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
 
 _INTERRUPT_INTERVAL_S = 0.5
@@ -74,6 +77,7 @@ class AsyncSampler:
         *,
         max_concurrent: int | None = None,
         interrupts: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         recorder: CompletionRecorder | None = None,
         replay: CompletionReplay | None = None,
     ) -> None:
@@ -83,6 +87,8 @@ class AsyncSampler:
             sampler: The sampler that does the work.
             max_concurrent: Maximum number of requests at a streaming sampler; None has no limit.
             interrupts: True if `pause` interrupts open requests; False if it waits for them.
+            tokenizer: Finds stop texts that span an interruption; None if no request has any, or
+                none is interrupted.
             recorder: Records finished completions.
             replay: Returns recorded completions, so that nothing is sampled.
         """
@@ -91,6 +97,7 @@ class AsyncSampler:
         self._sampler = sampler
         self._streaming = sampler if isinstance(sampler, StreamingSampler) else None
         self._interrupts = interrupts
+        self._tokenizer = tokenizer
         # A sampler without streaming allows one call at a time.
         self._limit = PriorityLimit(max_concurrent if self._streaming else 1)
         self._threads = DaemonThreads("sampling")
@@ -136,7 +143,11 @@ class AsyncSampler:
     async def _sample_to_end(
         self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace
     ) -> Completion:
-        """Sample a completion, again or on after each interruption."""
+        """Sample a completion, and continue it after each interruption.
+
+        It is never sampled again from its start: only long completions are still open at a weight
+        sync, so the lengths of the trained ones would be biased.
+        """
         partial, current = _PartialCompletion(), request
         while True:
             if self._streaming is None:
@@ -148,14 +159,19 @@ class AsyncSampler:
                     if cohort.on_start is not None:
                         cohort.on_start(index)
                     completion = await self._sample_one(self._streaming, current, trace=trace)
+            if request.sampling.stop and partial.tokens:
+                assert self._tokenizer is not None, "needed to continue requests with stop texts"
+                completion = cut_continuation(
+                    completion,
+                    before=partial.tokens,
+                    stop=request.sampling.stop,
+                    tokenizer=self._tokenizer,
+                )
             if completion.finish_reason != FinishReason.INTERRUPTED:
                 return _join(partial, completion)
             self.num_resumed += 1
-            if not request.sampling.stop:
-                partial.append(completion)
-                current = _make_continuation(current, completion)
-            # Otherwise start again: the sampler looks for stop texts only in the tokens of one
-            # call, and a stop text may span the interruption.
+            partial.append(completion)
+            current = _make_continuation(current, completion)
 
     async def _sample_one(
         self, streaming: StreamingSampler, request: SamplingRequest, *, trace: RolloutTrace

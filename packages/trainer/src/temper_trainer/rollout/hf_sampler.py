@@ -34,6 +34,7 @@ from temper_trainer.rollout.hf_model import (
     split_passes,
 )
 from temper_trainer.rollout.kv_cache import DecodeAttention, PrefillAttention, SlotKVCache
+from temper_trainer.rollout.stop_texts import ends_in_stop_text
 from temper_trainer.rollout.token_sampling import TokenSamplingOptions, sample_tokens
 from temper_trainer.rollout.weight_delta import DeltaBucket, StaleBaseError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
@@ -229,19 +230,11 @@ class ContinuousBatchDecoder:
         sampling = sequence.request.sampling
         if sequence.tokens[-1] in self._end_token_ids:
             return FinishReason.END_TOKEN
-        if sampling.stop and self._ends_in_stop_text(sequence):
+        if sampling.stop and ends_in_stop_text(
+            sequence.tokens, stop=sampling.stop, tokenizer=self._tokenizer
+        ):
             return FinishReason.STOP_TEXT
         return FinishReason.MAX_TOKENS if len(sequence.tokens) >= sampling.max_tokens else None
-
-    def _ends_in_stop_text(self, sequence: _Sequence) -> bool:
-        """Return True if the last tokens contain a stop text.
-
-        Decoding the tail is enough: a character has at most four tokens (its bytes), and earlier
-        steps have checked earlier tokens.
-        """
-        longest = max(len(text) for text in sequence.request.sampling.stop)
-        tail = self._tokenizer.decode(sequence.tokens[-4 * longest - 4 :], skip_special_tokens=True)
-        return any(text in tail for text in sequence.request.sampling.stop)
 
     def _completion(self, sequence: _Sequence, reason: FinishReason) -> Completion:
         return Completion(

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from transformers import PreTrainedTokenizerBase
+
 from temper_engine_api.errors import TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit, gather_or_cancel
 from temper_trainer.config.environment import EnvironmentConfig
@@ -98,6 +100,7 @@ class RolloutScheduler:
         named_environments: Mapping[str, NamedEnvironment] | None = None,
         max_sampling: int | None = None,
         interrupts: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         recorder: CompletionRecorder | None = None,
         replay: CompletionReplay | None = None,
         vocab_size: int | None = None,
@@ -113,6 +116,7 @@ class RolloutScheduler:
             max_sampling: Maximum number of open requests to a streaming sampler. Other requests
                 wait in the scheduler and later start with newer weights.
             interrupts: Interrupt open requests in a pause; False waits for them.
+            tokenizer: Finds stop texts that span an interruption; see `AsyncSampler`.
             recorder: Records completions; closed with the scheduler.
             replay: Returns recorded completions instead of sampling.
             vocab_size: Number of token ids that environments and agents may use; None does not
@@ -139,6 +143,7 @@ class RolloutScheduler:
             sampler,
             max_concurrent=max_sampling,
             interrupts=interrupts,
+            tokenizer=tokenizer,
             recorder=recorder,
             replay=replay,
         )

@@ -308,6 +308,7 @@ def _open_scheduler(
         * (len(sampler.replicas) if isinstance(sampler, VllmSampler) else rollout.num_replicas)
         * rollout.max_concurrent,
         interrupts=config.loop == "async" and config.asynchrony.partial_rollouts,
+        tokenizer=tokenizer,
         recorder=CompletionRecorder(Path(config.run.dir) / RECORD_FILE) if rollout.record else None,
         replay=None
         if rollout.replay is None
