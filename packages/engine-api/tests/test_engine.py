@@ -271,6 +271,31 @@ def test_a_step_that_failed_is_not_repeated_with_the_same_gradients(
     assert_refuses_to_read_weights(engine, batch, match=r"optimizer_step\(\) raised")
 
 
+def test_update_with_partly_zeroed_gradients_is_refused_and_discarded(
+    engine: BaseEngine, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = engine.shard_data(make_batch([4, 5]), max_tokens=16)
+    engine.optimizer_zero_grad()
+    with engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False, final=False)
+    calls = []
+
+    def fail() -> None:
+        calls.append("zero")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "_zero_gradients", fail)
+    monkeypatch.setattr(engine, "_discard_update", lambda: calls.append("discard"))
+    with pytest.raises(KeyboardInterrupt):
+        engine.optimizer_zero_grad()
+    with pytest.raises(EngineStateError, match=r"raised \(KeyboardInterrupt"):
+        engine.optimizer_step()
+    with pytest.raises(EngineStateError, match=r"raised \(KeyboardInterrupt"), engine.train_mode():
+        engine.forward_backward_batch(batch, forward_only=False)
+    engine.optimizer_zero_grad()
+    assert calls == ["zero", "discard"]
+
+
 def assert_refuses_to_read_weights(engine: BaseEngine, batch: PackedBatch, *, match: str) -> None:
     with pytest.raises(EngineStateError, match=match), engine.eval_mode():
         engine.forward_backward_batch(batch, forward_only=True, outputs=[HeadOutput.LOGPROB])

@@ -1102,7 +1102,9 @@ class BaseEngine(ReportedCalls, ABC):
         if self._update_cycle.has_failed:
             self._discard_update()
         else:
-            self._zero_gradients()
+            # An exception leaves some gradients zeroed and others not, so none may be applied.
+            with self._update_cycle.record_training_call(result=GradientState.EMPTY):
+                self._zero_gradients()
         self._update_cycle.start()
 
     def _record_call(self, *, forward_only: bool, final: bool) -> AbstractContextManager[None]:
