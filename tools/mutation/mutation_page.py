@@ -50,7 +50,7 @@ def render_page(
         "",
         (
             f"Detected: {num_detected} of {len(counted)} "
-            f"({100 * num_detected / len(counted):.0f} %). "
+            f"({100 * num_detected // len(counted)} %). "
             f"Survived a complete run: {outcomes['survived']}. "
             f"Not run to the end since their functions changed: {outcomes['unfinished']}."
         ),

@@ -145,6 +145,12 @@ def test_page_counts_unfinished_mutants_apart_from_survivors() -> None:
     assert "Not run to the end since their functions changed: 1." in page
 
 
+def test_page_rounds_the_detected_fraction_down() -> None:
+    mutants = [replace(MUTANT, id=f"{number}" * 8) for number in range(3)]
+    results = {mutant.id: MutantResult(outcome="detected") for mutant in mutants[:2]}
+    assert "Detected: 2 of 3 (66 %)." in render_page(mutants, results, {})
+
+
 def test_sample_and_reasons_are_complete() -> None:
     mutants = read_sample()
     assert len({mutant.id for mutant in mutants}) == len(mutants) >= 60
