@@ -52,6 +52,20 @@ def test_pattern_of_wrong_tokens_is_named(indices, pattern):
     assert describe(with_error_at(*indices)).endswith(f"{pattern}.")
 
 
+def test_sequences_without_an_output_are_neither_right_nor_wrong():
+    lengths = (5, 4, 1, 6)
+    batch = from_sequences(
+        [torch.zeros(length, dtype=torch.int64) for length in lengths],
+        loss_masks=[torch.arange(length) > 0 for length in lengths],
+    )
+    expected = torch.arange(16, dtype=torch.float64)
+    actual = expected.clone()
+    # Position 0 has no output.
+    actual[[6, 7, 8, 11, 12, 13, 14, 15]] += torch.linspace(1, 2, 8, dtype=torch.float64)
+    message = describe_token_errors(actual, expected, max_error=0.1, batch=batch)
+    assert message.endswith("8 of 16 tokens are wrong: only after the first sequence.")
+
+
 def test_wrong_temperatures_are_named():
     batch = replace(BATCH, temperature=torch.tensor([1.0, 0.5, 2.0, 1.0, 1.0]))
     actual = with_error_at(*range(STARTS[1] + 1, STARTS[2]), *range(STARTS[2] + 1, STARTS[3]))

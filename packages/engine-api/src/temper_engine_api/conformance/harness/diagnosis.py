@@ -88,7 +88,7 @@ def describe_sequence_errors(
     ranks = _assign_ranks(batch, num_ranks)
     patterns = [
         _find_factor(actual, expected, max_error=max_error)
-        or _find_sequence_pattern(wrong, batch=batch),
+        or _find_sequence_pattern(wrong, compared=list(range(len(expected))), batch=batch),
         _find_rank_pattern(wrong, ranks=ranks),
     ]
     pattern = ", ".join(filter(None, patterns))
@@ -153,16 +153,18 @@ def _find_token_pattern(
     wrong_positions = position[is_wrong]
     if not wrong_sequences:
         return ""
+    # Position 0 has no output in any engine, so a sequence of one token is never wrong.
+    compared = sorted({*(lengths > 1).nonzero()[:, 0].tolist(), *wrong_sequences})
     patterns = [
         _find_rank_pattern(wrong_sequences, ranks=ranks),
-        _find_sequence_pattern(wrong_sequences, batch=batch),
+        _find_sequence_pattern(wrong_sequences, compared=compared, batch=batch),
     ]
     first = int(wrong_positions.min())
     if bool((wrong_positions == lengths[sequence_of[is_wrong]] - 1).all()):
         patterns.append("only the last token of each wrong sequence")
     elif int(wrong_positions.max()) == 0:
         patterns.append("only the first token of each wrong sequence")
-    # Position 0 has no output in any engine, so it is never wrong.
+    # Position 1 is the first with an output.
     elif first > 1:
         patterns.append(f"only from position {first} of a sequence on")
     period = math.gcd(*is_wrong.nonzero().flatten().diff().tolist())
@@ -178,19 +180,25 @@ def _find_rank_pattern(wrong: Collection[int], *, ranks: list[int]) -> str:
     return f"only on data-parallel rank {wrong_ranks.pop()}" if is_one else ""
 
 
-def _find_sequence_pattern(wrong: list[int], *, batch: SequenceBatch) -> str:
-    """Return what the wrong sequences have in common and the others do not, or ""."""
+def _find_sequence_pattern(wrong: list[int], *, compared: list[int], batch: SequenceBatch) -> str:
+    """Return what the wrong sequences have in common and the others do not, or "".
+
+    Args:
+        wrong: Indices of the wrong sequences in ascending order.
+        compared: The same for all sequences that have an output.
+        batch: The batch that was computed.
+    """
     lengths = batch.lengths
-    right = sorted(set(range(len(lengths))) - set(wrong))
+    right = sorted(set(compared) - set(wrong))
     if not wrong or not right:
         return ""
-    if wrong == list(range(1, len(lengths))):
+    if wrong == compared[1:]:
         return "only after the first sequence"
     if int(lengths[right].max()) < int(lengths[wrong].min()):
         return f"only in sequences of {int(lengths[wrong].min())} tokens or more"
-    if wrong == [len(lengths) - 1]:
+    if wrong == compared[-1:]:
         return "only in the last sequence"
-    if wrong == (batch.temperature != 1).nonzero()[:, 0].tolist():
+    if wrong == [b for b in compared if batch.temperature[b] != 1]:
         return "only in sequences with a temperature other than 1"
     return f"only in the sequences {wrong[:8]}"
 
