@@ -282,7 +282,7 @@ def _is_local(owner: OwnerRecord) -> bool:
 
     A container that is restarted after a SIGKILL has the same host name but a new namespace, where
     the owner's process id has no meaning. Virtual machines from one image may have the same host
-    name, but not the same boot id. Nor does a host keep its boot id when it is restarted.
+    name, but their boot ids differ. A host gets a new boot id when it is restarted.
     """
     _, _, namespace = owner.hostname.partition(_NAMESPACE_MARK)
     # filelock writes the boot id before the start time, or 0 if it could not be read.

@@ -145,8 +145,8 @@ class AsyncSampler:
     ) -> Completion:
         """Sample a completion, and continue it after each interruption.
 
-        It is never sampled again from its start: only long completions are still open at a weight
-        sync, so the lengths of the trained ones would be biased.
+        An interrupted completion is never started again. Mostly long completions are interrupted,
+        so drawing them again would make the trained completions shorter on average.
         """
         partial, current = _PartialCompletion(), request
         while True:

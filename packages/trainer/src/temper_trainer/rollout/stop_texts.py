@@ -27,10 +27,10 @@ def cut_continuation(
     stop: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
 ) -> Completion:
-    """End a continuation at a stop text that begins in the interrupted part before it.
+    """End a continuation at a stop text that begins before it, in the interrupted part.
 
-    The sampler has looked for stop texts only in the continuation. Its tokens after the stop text
-    are dropped: whether and where it is cut depends only on the tokens that are kept.
+    The sampler searches only the continuation, so it misses such a stop text. Tokens after the stop
+    text are dropped, as in a completion that was not interrupted.
     """
     tokens = [*before, *completion.tokens]
     # A stop text that begins in the continuation was found by the sampler.

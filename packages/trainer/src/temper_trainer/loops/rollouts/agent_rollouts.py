@@ -112,7 +112,8 @@ class AgentCalls:
         """Return the token ids as integers.
 
         Raises:
-            InvalidAnswerError: See `SampleFunction`. A sampler would end the run at such a request.
+            InvalidAnswerError: See `SampleFunction`. Without this check, the sampler would raise,
+                which ends the run.
         """
         expected = describe_token_ids(self.vocab_size)
         try:
