@@ -501,6 +501,10 @@ FAULTY_ENGINES = (
     FaultyEngine(failures.IgnoresExceptionsAfterThePasses, (AFTER_PASSES,)),
     FaultyEngine(failures.IgnoresExceptionsInStepsOfTheRfc, (AFTER_PASSES,)),
     FaultyEngine(
+        failures.StepsAfterFailedZeroing,
+        ("test_failed_call::test_failed_zeroing_fails_the_update",),
+    ),
+    FaultyEngine(
         failures.DropsGradientsInFailedEvaluation,
         ("test_failed_call::test_failed_evaluation_keeps_the_gradients_of_the_update",),
     ),

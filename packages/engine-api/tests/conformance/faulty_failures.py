@@ -113,6 +113,19 @@ class IgnoresExceptionsInStepsOfTheRfc(DataParallelOracle):
             raise
 
 
+class StepsAfterFailedZeroing(DataParallelOracle):
+    """Accepts the gradients that an exception in `optimizer_zero_grad` left behind."""
+
+    def optimizer_zero_grad(self):
+        gradients = self._update_cycle._gradients
+        try:
+            super().optimizer_zero_grad()
+        except BaseException:
+            self._update_cycle._failure = None
+            self._update_cycle._gradients = gradients
+            raise
+
+
 class DropsGradientsInFailedEvaluation(DataParallelOracle):
     """Drops the gradients of the update when a forward-only call raises."""
 

@@ -354,6 +354,45 @@ def train(engine: BaseEngine, batch: SequenceBatch, *, call: TrainingCall) -> No
 
 
 @pytest.mark.bitwise
+def test_failed_zeroing_fails_the_update(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """After an exception in `optimizer_zero_grad` no step applies what is left of the gradients."""
+    setup = oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW)
+    old, batch = (oracle.get_batch(seed=seed) for seed in range(2))
+    updates = engine_under_test.run(update_after_failed_zeroing, setup=setup, old=old, batch=batch)
+    expected = engine_under_test.run(update_without_failures, setup=setup, batches=[batch])
+    for update, (expected_update,) in zip(updates, expected, strict=True):
+        assert update.grad_norm == expected_update.grad_norm, (
+            f"the gradient norm is {update.grad_norm} after an exception in optimizer_zero_grad(), "
+            f"but {expected_update.grad_norm} without one"
+        )
+        assert_same_state(update.state, expected_update.state)
+
+
+def update_after_failed_zeroing(
+    rank: Rank, *, setup: EngineSetup, old: SequenceBatch, batch: SequenceBatch
+) -> Update:
+    """Raise while the gradients of old data are zeroed, try to step, and run an update."""
+    engine = rank.temporary_engine(setup)
+    engine.set_loss_fn(ClippedPpoProbe())
+    engine.optimizer_zero_grad()
+    train(engine, old, call="forward_backward_batch")
+
+    def raise_error() -> NoReturn:
+        raise InjectedError("injected while gradients are zeroed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_zero_gradients", raise_error)
+        with pytest.raises(InjectedError):
+            engine.optimizer_zero_grad()
+    for later in (engine.optimizer_step, lambda: train(engine, old, call=CALLS[0])):
+        with pytest.raises(EngineStateError, match="injected while gradients are zeroed"):
+            later()
+    return run_update(engine, [rank_slice(engine, batch, split=THREE_MICRO_BATCHES)])
+
+
+@pytest.mark.bitwise
 def test_failed_evaluation_keeps_the_gradients_of_the_update(
     engine_under_test: EngineUnderTest, oracle: OracleCache
 ) -> None:
