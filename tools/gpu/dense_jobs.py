@@ -208,13 +208,15 @@ def _measure_engine(
     packs = [engine.shard_data(batch, max_tokens=max_tokens) for batch in batches]
     updates = [partial(run_update, engine, pack, (HeadOutput.ENTROPY,)) for pack in packs]
     measurement = measure(row, context, updates)
-    if "checkpoint" in row.options:
-        measurement = replace(
-            measurement, extra={**measurement.extra, **measure_checkpoint(context, engine)}
-        )
+    # In the log, the times of the updates survive a time limit that ends what follows.
+    log(context, measurement)
     if "export" in row.options:
         measurement = replace(
             measurement, extra={**measurement.extra, **measure_export(context, engine)}
+        )
+    if "checkpoint" in row.options:
+        measurement = replace(
+            measurement, extra={**measurement.extra, **measure_checkpoint(context, engine)}
         )
     engine.close()
     return measurement
@@ -291,29 +293,51 @@ def measure_trl(row: Row, context: RankContext) -> Measurement:
 
 
 def measure_checkpoint(context: RankContext, engine: BaseEngine) -> dict[str, object]:
-    """Time a save in the foreground, one in the background, and a load."""
-    folder = Path(tempfile.gettempdir(), f"dense-checkpoint-{os.environ['MASTER_PORT']}")
+    """Time a save in the background, one in the foreground, and a load.
+
+    The first checkpoint is deleted before the second is written, so that the file system needs room
+    for one.
+    """
+    root = Path(tempfile.gettempdir(), f"dense-checkpoint-{os.environ['MASTER_PORT']}")
     row: dict[str, object] = {}
-    for step, in_background in ((1, True), (2, False)):
+    for name in ("background", "foreground"):
         synchronize(context.scale)
         started = time.perf_counter()
         path = engine.save_checkpoint(
-            str(folder), global_step=step, in_background=in_background, max_ckpt_to_keep=1
+            str(root / name), global_step=1, in_background=name == "background"
         )
         stall_s = time.perf_counter() - started
         engine.finish_saving()
-        name = "background" if in_background else "foreground"
         row[f"{name}_stall_s"] = round(stall_s, 2)
         row[f"{name}_save_s"] = round(time.perf_counter() - started, 2)
+        log(context, row)
+        if name == "background":
+            remove(context, root / name)
     started = time.perf_counter()
     engine.load_checkpoint(path)
     synchronize(context.scale)
     row["load_s"] = round(time.perf_counter() - started, 2)
-    if context.is_first:
-        files = [file for file in Path(path).rglob("*") if file.is_file()]
-        row["checkpoint_gbytes"] = round(sum(f.stat().st_size for f in files) / 1e9, 1)
-        shutil.rmtree(folder)
+    files = [file for file in Path(path).rglob("*") if file.is_file()]
+    row["checkpoint_gbytes"] = round(sum(f.stat().st_size for f in files) / 1e9, 1)
+    log(context, row)
+    remove(context, root)
     return row
+
+
+def log(context: RankContext, values: object) -> None:
+    """Print values on the first rank."""
+    if context.is_first:
+        print(values, flush=True)
+
+
+def remove(context: RankContext, folder: Path) -> None:
+    """Delete a folder on the first rank, while the others wait."""
+    if context.world_size > 1:
+        dist.barrier()
+    if context.is_first:
+        shutil.rmtree(folder)
+    if context.world_size > 1:
+        dist.barrier()
 
 
 def measure_export(context: RankContext, engine: BaseEngine) -> dict[str, object]:

@@ -91,10 +91,9 @@ TWO_GPUS = (
     "8B/8k/engine+reshard+cudnn+tensorwise",
     "8B/8k/plain+reshard",
     "8B/8k/megatron+tp2-sp",
-    "8B/8k/engine+reshard+cudnn+profile+export",
     "8B/8k/megatron+pp2",
     "8B/8k/megatron+dp2-distopt+recompute",
-    "8B/8k/engine+reshard+checkpoint",
+    "8B/8k/engine+reshard+cudnn+profile+export+checkpoint",
     "8B/8k/engine+reshard",
     "8B/8kx2/engine+recompute+cudnn",
 )

@@ -1,27 +1,31 @@
-r"""Run the commands of `docs/how-to/gpu.md` on GPUs, without downloads.
+r"""Run the commands for GPUs of `docs/how-to/gpu.md` or the README, without downloads.
 
     python -m tools.gpu.page_commands --out FOLDER --data FOLDER --rollout-python PYTHON \
-        [--sections one-gpu,...] [--gpus 2,3] [--steps 4] [--override SETTING] [--check]
+        [--page README.md] [--runs one-gpu,...] [--gpus 2,3] [--steps 4] [--override SETTING] \
+        [--check]
 
-Each section's `temper-train` command is read from the page and run in FOLDER as it is, with
-`run.total_steps` shortened and with the settings of `--override`. Models of the names that the
-command mentions are written first, with the published shapes, random weights, and a tokenizer
-trained on the problems in `--data`, a folder with `train.jsonl` and `test.jsonl` of GSM8K. Random
-weights hardly ever end a completion, so every completion has the longest length.
+A `temper-train` command is read from the page and run in FOLDER as it is, with `run.total_steps`
+shortened and with the settings of `--override`. `--runs` names commands by their `run.dir`. Models
+of the names that the command mentions are written first, with the published shapes, random weights,
+and a tokenizer trained on the problems in `--data`, a folder with `train.jsonl` and `test.jsonl` of
+GSM8K. Random weights hardly ever end a completion, so every completion has the longest length.
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer, and takes the place of
 `rollout-env/bin/python`. Rows with the medians of all steps but the first are appended to
-FOLDER/rows.jsonl. `--check` writes the same files, and then only validates the settings.
+FOLDER/rows.jsonl. They also have the first and the largest memory in use on each GPU and by each
+process, as nvidia-smi reports it; `pid` is the process of the actor. `--check` writes the same
+files, and then only validates the settings.
 """
 
 import argparse
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -34,7 +38,8 @@ from tools.gpu.trainer_vllm import summarize_metrics, tail, watch
 from tools.gpu.workload import CARDS, Rows
 from tools.pages import split_page
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/how-to/gpu.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = "docs/how-to/gpu.md"
 MODELS = {"Qwen2.5-0.5B-Instruct": "Qwen2.5-0.5B", "Qwen3-8B": "Qwen3-8B"}
 """Maps a model's folder in the commands to its shape in `CARDS`."""
 _CHAT_TEMPLATE = (
@@ -43,21 +48,20 @@ _CHAT_TEMPLATE = (
 )
 
 
-def read_commands() -> dict[str, tuple[str, ...]]:
-    """Return the arguments of `temper-train` by the anchor of the section that shows them."""
-    text = PAGE.read_text()
-    headings = {
-        number: re.sub(r"[^\w-]", "", line[3:].lower().replace(" ", "-"))
-        for number, line in enumerate(text.splitlines(), start=1)
-        if line.startswith("## ")
-    }
+def read_commands(page: str = PAGE) -> dict[str, tuple[str, ...]]:
+    """Return the arguments of each `temper-train` with vLLM by the last part of its `run.dir`."""
     commands = {}
-    for block in split_page(text)[0]:
-        command = block.text.replace("\\\n", " ")
-        if block.language == "sh" and command.startswith("temper-train "):
-            section = headings[max(number for number in headings if number < block.line)]
-            commands[section] = tuple(shlex.split(command)[1:])
+    for block in split_page((ROOT / page).read_text())[0]:
+        for line in block.text.replace("\\\n", " ").splitlines():
+            if line.startswith("temper-train ") and "rollout=vllm" in line:
+                words = tuple(shlex.split(line, comments=True)[1:])
+                commands[get_setting(words, "run.dir").rpartition("/")[2]] = words
     return commands
+
+
+def get_setting(words: Iterable[str], name: str) -> str:
+    """Return the value of a setting on a command line."""
+    return next(word for word in words if word.startswith(f"{name}=")).partition("=")[2]
 
 
 def write_model(folder: Path, card: str, texts: list[str]) -> None:
@@ -96,57 +100,92 @@ def prepare_folder(
     # A script instead of a link: Python finds its environment by the path that started it.
     interpreter.write_text(f'#!/bin/sh\nexec {shlex.quote(str(rollout_python))} "$@"\n')
     interpreter.chmod(0o755)
-    mentioned = {word.partition("=")[2] for words in commands for word in words}
-    for name, card in MODELS.items():
-        if name in mentioned:
-            write_model(out / name, card, texts)
+    for name in {get_setting(words, "actor.engine.model.path") for words in commands}:
+        # The README names models as the Hub does, with their owner.
+        write_model(out / name, MODELS[name.rpartition("/")[2]], texts)
 
 
-def run_command(rows: Rows, section: str, words: list[str], chosen: argparse.Namespace) -> None:
+MEMORY_QUERIES = {
+    "gpus": "--query-gpu=index,memory.used",
+    "processes": "--query-compute-apps=pid,used_gpu_memory",
+}
+"""Queries of nvidia-smi for the MiB in use, by GPU and by process."""
+
+
+@contextmanager
+def record_memory(out: Path, name: str) -> Iterator[None]:
+    """Write the memory in use to a file per query, five times a second, if there are GPUs."""
+    with ExitStack() as stack:
+        for kind, query in MEMORY_QUERIES.items() if torch.cuda.is_available() else ():
+            file = stack.enter_context((out / f"{name}-{kind}.csv").open("w"))
+            command = ["nvidia-smi", query, "--format=csv,noheader,nounits", "--loop-ms=200"]
+            process = stack.enter_context(subprocess.Popen(command, stdout=file))
+            stack.callback(process.terminate)
+        yield
+
+
+def summarize_memory(path: Path) -> dict[str, list[int]]:
+    """Return the first and the largest MiB in use by GPU or process."""
+    summary: dict[str, list[int]] = {}
+    # The last line may be incomplete, because the recording was terminated.
+    for line in path.read_text().split("\n")[:-1] if path.exists() else ():
+        key, used = line.split(", ")
+        first, largest = summary.get(key, (int(used), 0))
+        summary[key] = [first, max(largest, int(used))]
+    return summary
+
+
+def run_command(rows: Rows, name: str, words: list[str], chosen: argparse.Namespace) -> None:
     """Run a command in the folder, and add its row."""
     out = chosen.out.resolve()
-    run = out / next(word for word in words if word.startswith("run.dir=")).partition("=")[2]
+    run = out / get_setting(words, "run.dir")
     environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONFAULTHANDLER": "1"}
     if chosen.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = chosen.gpus
     begin = time.perf_counter()
-    with (out / f"{section}.log").open("w") as log:
+    with record_memory(out, name), (out / f"{name}.log").open("w") as log:
         command = [sys.executable, "-m", "temper_trainer", *words]
         process = subprocess.Popen(
             command, cwd=out, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
         code, _ = watch(process, run / "metrics.jsonl", kill_after=None, limit_s=chosen.limit)
     row: dict[str, object] = {
-        "section": section,
+        "page": chosen.page,
+        "run": name,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "exit": code,
+        "pid": process.pid,
+        "memory_mib": {
+            kind: summarize_memory(out / f"{name}-{kind}.csv") for kind in MEMORY_QUERIES
+        },
         "overrides": chosen.override,
         "wall_s": round(time.perf_counter() - begin, 1),
     }
     if code != 0:
-        row["log"] = tail(out / f"{section}.log")
+        row["log"] = tail(out / f"{name}.log")
         row["server_log"] = tail(run / "rollout" / "replica-0.log")
     rows.add(row | summarize_metrics(run / "metrics.jsonl"))
 
 
 def main() -> None:
-    """Read the command line, and run or check the chosen sections."""
+    """Read the command line, and run or check the chosen commands."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--rollout-python", type=Path, default=Path(sys.executable))
-    parser.add_argument("--sections", help="anchors of the page, such as one-gpu; default: all")
+    parser.add_argument("--page", default=PAGE, help="page of the commands; default: %(default)s")
+    parser.add_argument("--runs", help="last parts of run.dir, such as one-gpu; default: all")
     parser.add_argument("--gpus", help="GPUs to use, such as 2,3; default: all")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--limit", type=float, default=540.0, help="time limit of a run in seconds")
     parser.add_argument("--override", action="append", default=[], help="a setting of every run")
     parser.add_argument("--check", action="store_true")
     chosen = parser.parse_args()
-    commands = read_commands()
-    names = chosen.sections.split(",") if chosen.sections else list(commands)
+    commands = read_commands(chosen.page)
+    names = chosen.runs.split(",") if chosen.runs else list(commands)
     unknown = [name for name in names if name not in commands]
     if unknown:
-        parser.error(f"{PAGE.name} has no command in {unknown}; choose from {list(commands)}")
+        parser.error(f"{chosen.page} has no {unknown}; choose from {list(commands)}")
     chosen.out.mkdir(parents=True, exist_ok=True)
     steps = f"run.total_steps={chosen.steps}"
     prepare_folder(

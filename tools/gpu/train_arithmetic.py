@@ -65,6 +65,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "grpo-one-step-off": ("loop=one_step_off",),
     "grpo-float8": ("actor.engine.float8=rowwise",),
+    "grpo-float8-tensorwise": ("actor.engine.float8=tensorwise",),
     "distillation": ("algorithm=distill", "algorithm.group_size=4"),
 }
 """Configuration overrides by run without vLLM, most important first."""
