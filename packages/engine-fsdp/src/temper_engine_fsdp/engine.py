@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.checkpoint import run_on_every_rank
-from temper_engine_api.checkpoint.saved_state import SavedState, has_safetensors_state
+from temper_engine_api.checkpoint.saved_state import (
+    SavedState,
+    has_safetensors_state,
+    open_safetensors_state,
+)
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.engine import BaseEngine
@@ -25,7 +30,6 @@ from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved_entries
 from temper_engine_fsdp.checkpoint import training_checkpoint, weight_export
-from temper_engine_fsdp.checkpoint.weight_export import open_portable_state
 from temper_engine_fsdp.components import EngineComponents, build_components, check_model
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.runtime import numerics, process_group
@@ -303,7 +307,9 @@ class FSDPEngine(BaseEngine):
         components, membership = self._components, self._components.membership
         # Another backend's engine may have saved this part of the checkpoint.
         if has_safetensors_state(directory):
-            self._load_portable_state(open_portable_state(directory))
+            self._load_portable_state(
+                open_safetensors_state(directory, partial(safe_open, framework="pt"))
+            )
         else:
             # The other ranks would wait in `load` for a rank that cannot read the list.
             saved = run_on_every_rank(

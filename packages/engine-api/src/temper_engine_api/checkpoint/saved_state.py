@@ -13,10 +13,11 @@ NAME is the Hugging Face name, or the PEFT name of an adapter tensor.
 import pickle
 import struct
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import IO, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +42,11 @@ def select_buffers(keys: Iterable[str]) -> frozenset[str]:
     """Return the names of the buffers among the keys of saved tensors."""
     prefix = f"{BUFFER}."
     return frozenset(key.removeprefix(prefix) for key in keys if key.startswith(prefix))
+
+
+def have_moments(names: Iterable[str], keys: Collection[str]) -> bool:
+    """Return True if the keys of saved tensors have the AdamW state of every named weight."""
+    return all(f"{kind}.{name}" in keys for name in names for kind in (FIRST, SECOND, COUNT))
 
 
 METADATA_FILE = ".metadata"
@@ -134,6 +140,55 @@ def has_safetensors_state(directory: str | Path) -> bool:
     return any(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors"))
 
 
+class SafetensorsFile(Protocol):
+    """The methods of an open `safetensors.safe_open` that are used here."""
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+
+    def get_slice(self, name: str) -> Any:
+        """Return an object whose `get_shape()` reads no data."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a tensor."""
+
+
+def open_safetensors_state(
+    directory: str, open_file: Callable[[Path], AbstractContextManager[SafetensorsFile]]
+) -> SavedState:
+    """Open the state in `state/`. Not collective: each calling rank reads full tensors from disk.
+
+    Args:
+        directory: Engine folder of the step directory.
+        open_file: `safetensors.safe_open` with `framework="pt"`. This package does not depend on
+            safetensors.
+    """
+    files: dict[str, Path] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in sorted(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors")):
+        with open_file(path) as file:
+            names = file.keys()
+            files |= dict.fromkeys(names, path)
+            shapes |= {
+                name.removeprefix("master."): tuple(file.get_slice(name).get_shape())
+                for name in names
+                if name.startswith("master.")
+            }
+
+    def read(kind: str, name: str) -> Tensor:
+        key = f"{'master' if kind == 'weight' else kind}.{name}"
+        with open_file(files[key]) as file:
+            return file.get_tensor(key)
+
+    return SavedState(
+        directory=directory,
+        weights=shapes,
+        has_moments=have_moments(shapes, files),
+        read=read,
+        buffers=select_buffers(files),
+    )
+
+
 def open_dcp_state(directory: str) -> SavedState:
     """Open the state in `dcp/`. Not collective: each calling rank reads full tensors from disk."""
     reader = SafeDcpReader(Path(directory, DCP_FOLDER))
@@ -159,13 +214,10 @@ def open_dcp_state(directory: str) -> SavedState:
             load({key: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
-    has_moments = all(
-        f"{kind}.{name}" in saved for name in weights for kind in (FIRST, SECOND, COUNT)
-    )
     return SavedState(
         directory=directory,
         weights=weights,
-        has_moments=has_moments,
+        has_moments=have_moments(weights, saved),
         read=read,
         buffers=select_buffers(saved),
     )

@@ -4,21 +4,11 @@ Exports stream one tensor at a time. Loading checks all names and shapes before 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from temper_engine_api.checkpoint.saved_state import (
-    BUFFER,
-    COUNT,
-    FIRST,
-    SAFETENSORS_FOLDER,
-    SECOND,
-    SavedState,
-    select_buffers,
-)
+from temper_engine_api.checkpoint.saved_state import BUFFER, SavedState
 from temper_engine_api.errors import WeightError
 from temper_engine_api.file_names import FileNames
 from temper_engine_api.weights import (
@@ -196,41 +186,6 @@ def load_state(
         adam_states[name].first.copy_(first)
         adam_states[name].second.copy_(second)
         adam_states[name].count.fill_(float(count))
-
-
-def open_portable_state(directory: str) -> SavedState:
-    """Open the training state that another engine saved as safetensors in `state/`.
-
-    No communication: every rank reads full tensors from the disk.
-    """
-    files: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names: list[str] = file.keys()
-            files |= dict.fromkeys(names, path)
-            masters = [name for name in names if name.startswith("master.")]
-            shapes |= {
-                name.removeprefix("master."): tuple(file.get_slice(name).get_shape())
-                for name in masters
-            }
-
-    def read(kind: str, name: str) -> Tensor:
-        key = f"{'master' if kind == 'weight' else kind}.{name}"
-        with safe_open(files[key], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    has_moments = all(
-        f"{kind}.{name}" in files for name in shapes for kind in (FIRST, SECOND, COUNT)
-    )
-    return SavedState(
-        directory=directory,
-        weights=shapes,
-        has_moments=has_moments,
-        read=read,
-        buffers=select_buffers(files),
-    )
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,8 +32,9 @@ from temper_engine_api.checkpoint.saved_state import (
     SavedState,
     has_dcp_state,
     has_safetensors_state,
+    have_moments,
     open_dcp_state,
-    select_buffers,
+    open_safetensors_state,
 )
 from temper_engine_api.errors import CheckpointError, DamagedCheckpointError
 from temper_engine_api.file_names import FileNames
@@ -111,40 +113,12 @@ def open_saved_state(directory: str) -> SavedState:
         DamagedCheckpointError: If there is neither.
     """
     if has_safetensors_state(directory):
-        return _open_state_files(directory)
+        return open_safetensors_state(directory, partial(safe_open, framework="pt"))
     if has_dcp_state(directory):
         return open_dcp_state(directory)
     raise DamagedCheckpointError(
         f"{directory} has no training state: expected {SAFETENSORS_FOLDER}/*.safetensors, or "
         f"{DCP_FOLDER}/.metadata of an engine that saves with DCP. Load another checkpoint."
-    )
-
-
-def _open_state_files(directory: str) -> SavedState:
-    files: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in sorted(Path(directory, SAFETENSORS_FOLDER).glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            names: list[str] = file.keys()
-            files |= dict.fromkeys(names, path)
-            masters = [name for name in names if name.startswith("master.")]
-            shapes |= {
-                name.removeprefix("master."): tuple(file.get_slice(name).get_shape())
-                for name in masters
-            }
-
-    def read(kind: str, name: str) -> Tensor:
-        key = f"{'master' if kind == 'weight' else kind}.{name}"
-        with safe_open(files[key], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(key)
-        return tensor
-
-    return SavedState(
-        directory=directory,
-        weights=shapes,
-        has_moments=_have_moments(shapes, files.keys()),
-        read=read,
-        buffers=select_buffers(files),
     )
 
 
@@ -169,7 +143,7 @@ def select_saved(saved: SavedState, names: Collection[str], *, file_names: FileN
     selected = replace(
         saved,
         weights={name: saved.weights[name] for name in saved_names},
-        has_moments=_have_moments(saved_names, stored),
+        has_moments=have_moments(saved_names, stored),
     )
     split_saved, requested = split_saved_experts(selected, file_names), frozenset(names)
     # A saved tensor can contain all experts in a layer. Its split also yields those that were not
@@ -184,10 +158,6 @@ def _tensor_names(path: Path) -> list[str]:
     with safe_open(path, framework="pt") as file:
         names: list[str] = file.keys()
     return names
-
-
-def _have_moments(names: Collection[str], stored: Collection[str]) -> bool:
-    return all(f"{kind}.{name}" in stored for name in names for kind in (FIRST, SECOND, COUNT))
 
 
 def _file_name(rank: int, number: int) -> str:
