@@ -37,6 +37,10 @@ class HeadOutput(StrEnum):
     """Quantity that a model computes for a batch, most of them in its head.
 
     Values are float32 for every compute dtype, and aligned with the batch columns.
+
+    Example:
+        >>> HeadOutput("logprob") is HeadOutput.LOGPROB
+        True
     """
 
     LOGPROB = "logprob"

@@ -52,7 +52,14 @@ class CostModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
-    """One rank's micro-batches."""
+    """One rank's micro-batches.
+
+    Example:
+        Sequences 0 and 1 in the first micro-batch, and a dummy token in the second:
+
+        >>> RankPlan(micro_batches=((0, 1), ()))
+        RankPlan(micro_batches=((0, 1), ()))
+    """
 
     micro_batches: tuple[tuple[int, ...], ...]
     """Indices of sequences in the mini-batch, sorted by cost (largest first), so that all ranks run

@@ -23,7 +23,15 @@ class Axis:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanConstraints:
-    """An engine's requirements for the split into micro-batches."""
+    """An engine's requirements for the split into micro-batches.
+
+    Example:
+        An engine with four pipeline stages and sequence parallelism over two ranks:
+
+        >>> constraints = PlanConstraints(min_micro_batches=4, token_multiple=2)
+        >>> constraints.micro_batch_multiple
+        1
+    """
 
     micro_batch_multiple: int = 1
     """The micro-batch count per rank must be a multiple of this (interleaved pipeline)."""

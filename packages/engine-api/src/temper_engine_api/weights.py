@@ -60,7 +60,13 @@ class TrainingState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightEntry:
-    """Name, shape and dtype of one expected tensor."""
+    """Name, shape and dtype of one expected tensor.
+
+    Example:
+        >>> entry = WeightEntry(name="lm_head.weight", shape=(1000, 64), dtype=torch.bfloat16)
+        >>> entry.dtype.itemsize * entry.shape[0] * entry.shape[1]
+        128000
+    """
 
     name: str
     """Name in the files of the Hugging Face model."""

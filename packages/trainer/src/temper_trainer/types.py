@@ -371,7 +371,17 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """A preference between two completions."""
+    """A preference between two completions.
+
+    Example:
+        >>> prompt = Prompt(prompt_id=0, text="2+2?", tokens=(5, 6), answer="")
+        >>> pair = Pair(
+        ...     chosen=Demonstration(prompt=prompt, tokens=(4, 0)),
+        ...     rejected=Demonstration(prompt=prompt, tokens=(9, 9, 0)),
+        ... )
+        >>> [len(demonstration.tokens) for demonstration in pair.demonstrations]
+        [2, 3]
+    """
 
     chosen: Demonstration
     """The preferred completion."""
@@ -387,7 +397,16 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LabeledCompletion:
-    """A single completion labeled as desirable or not, for KTO."""
+    """A single completion labeled as desirable or not, for KTO.
+
+    Example:
+        >>> prompt = Prompt(prompt_id=0, text="2+2?", tokens=(5, 6), answer="")
+        >>> wrong = LabeledCompletion(
+        ...     completion=Demonstration(prompt=prompt, tokens=(9, 0)), is_desirable=False
+        ... )
+        >>> wrong.completion.tokens
+        (9, 0)
+    """
 
     completion: Demonstration
     is_desirable: bool

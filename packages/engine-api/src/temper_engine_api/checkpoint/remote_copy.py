@@ -73,11 +73,11 @@ def upload(directory: Path, url: str) -> str:
         if files.exists(target)
         else set()
     )
-    foreign = present - {record.path for record in manifest.files}
-    if foreign:
+    other_files = present - {record.path for record in manifest.files}
+    if other_files:
         raise CheckpointError(
-            f"{copy} contains {min(foreign)}, which is not a file of this step: save to another "
-            "URL."
+            f"{copy} contains {min(other_files)}, which is not a file of this step: save to "
+            "another URL."
         )
     for record in manifest.files:
         path = f"{target}/{record.path}"

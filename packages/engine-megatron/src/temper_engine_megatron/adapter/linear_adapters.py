@@ -244,7 +244,7 @@ class LinearAdapter(nn.Module):
             self._linear.output_indices[name].to(self._linear.weight.device),
         )
         weight = self._linear.weight.index_select(0, output_indices).float()
-        squares = (
+        squared_norms = (
             torch.addmm(
                 weight, pair.lora_B.float(), pair.lora_A.float(), alpha=self._settings.scale
             )
@@ -253,8 +253,8 @@ class LinearAdapter(nn.Module):
         )
         # Each rank has some columns of every row: squares can be summed across ranks, norms cannot.
         if self._linear.splits_input and self._context.tp.size() > 1:
-            dist.all_reduce(squares, group=self._context.tp)
-        return squares.sqrt()
+            dist.all_reduce(squared_norms, group=self._context.tp)
+        return squared_norms.sqrt()
 
 
 def attach_to_linear(

@@ -189,9 +189,9 @@ class CollectiveTransport:
         if version is None:
             return None
         replicas = self._sampler.replicas
-        answers = [replica.call("cached_version") for replica in replicas]
-        for replica, answer in zip(replicas, answers, strict=True):
-            if answer.result() != version:
+        futures = [replica.call("cached_version") for replica in replicas]
+        for replica, future in zip(replicas, futures, strict=True):
+            if future.result() != version:
                 logger.warning(
                     "%s does not have weights %d: sending all weights instead of a delta.",
                     replica.name,
@@ -307,8 +307,8 @@ class CollectiveTransport:
         if self._senders is None:
             return [[0] * self._workers_per_replica for _ in replicas]
         # Asked every time: servers may have been restarted or have joined on other GPUs.
-        answers = [replica.call("device_locations") for replica in replicas]
-        workers = [cast("list[tuple[str, str | None]]", answer.result()) for answer in answers]
+        futures = [replica.call("device_locations") for replica in replicas]
+        workers = [cast("list[tuple[str, str | None]]", future.result()) for future in futures]
         ranks = []
         for replica, locations in zip(replicas, workers, strict=True):
             server = [DeviceLocation(host=host, gpu=gpu) for host, gpu in locations]

@@ -61,7 +61,7 @@ def test_offloading_changes_no_number(
 ) -> None:
     """Training with offloaded parameters or optimizer gives bitwise equal state and weights."""
     batches = [oracle.get_batch(seed=seed) for seed in range(2)]
-    resident = engine_under_test.run(
+    not_offloaded = engine_under_test.run(
         evaluate_train_export,
         setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW),
         batches=batches,
@@ -71,7 +71,9 @@ def test_offloading_changes_no_number(
         setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, offload=offload),
         batches=batches,
     )
-    for (update, weights), (expected, expected_weights) in zip(offloaded, resident, strict=True):
+    for (update, weights), (expected, expected_weights) in zip(
+        offloaded, not_offloaded, strict=True
+    ):
         assert_same_state(update.state, expected.state)
         assert update.grad_norm == expected.grad_norm
         assert_all_equal(weights, expected_weights, quantity="weights")
@@ -106,7 +108,7 @@ def test_rfc_loop_runs_with_everything_offloaded(
 ) -> None:
     """The RFC's loop gives the same losses, norms and state with everything offloaded."""
     batches = [oracle.get_batch(seed=seed) for seed in range(3)]
-    resident, offloaded = (
+    not_offloaded, offloaded = (
         engine_under_test.run(
             rfc_loop,
             setup=oracle.make_setup(QWEN2_GROUPED, optimizer=ADAMW, offload=offload),
@@ -117,7 +119,7 @@ def test_rfc_loop_runs_with_everything_offloaded(
         )
         for offload in (OffloadSpec(), OFFLOAD_ALL)
     )
-    for result, expected in zip(offloaded, resident, strict=True):
+    for result, expected in zip(offloaded, not_offloaded, strict=True):
         assert (result.losses, result.grad_norms) == (expected.losses, expected.grad_norms)
         assert_same_state(result.state, expected.state)
 
@@ -242,7 +244,7 @@ def test_offloaded_weights_give_the_same_logprobs(
 ) -> None:
     """Log-probs are bitwise equal with and without offload."""
     batch = oracle.get_batch()
-    resident, offloaded = (
+    not_offloaded, offloaded = (
         engine_under_test.run(
             measure_outputs,
             setup=oracle.make_setup(QWEN2_GROUPED, offload=offload),
@@ -251,4 +253,4 @@ def test_offloaded_weights_give_the_same_logprobs(
         )[0].columns[HeadOutput.LOGPROB]
         for offload in (OffloadSpec(), OFFLOAD_ALL)
     )
-    assert torch.equal(resident, offloaded)
+    assert torch.equal(not_offloaded, offloaded)
