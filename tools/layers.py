@@ -51,6 +51,7 @@ THIRD_PARTY_RULES = (
             *ENGINES,
             KIT,
             "temper_engine_api.checkpoint",
+            "temper_engine_api.distributed.checkpoint_part",
             "temper_engine_api.distributed.process_group",
             "temper_engine_api.distributed.rank_connections",
             "temper_engine_api.distributed.rank_failures",

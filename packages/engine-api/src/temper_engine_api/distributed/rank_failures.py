@@ -57,12 +57,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_group, _get_default_store
 
+from temper_engine_api.distributed.checkpoint_part import CheckpointPart
 from temper_engine_api.distributed.rank_connections import (
     abort_device_collectives,
     close_connections,
@@ -143,21 +144,6 @@ class _GroupFailure:
         # Ranks create groups in the same order and therefore agree on it.
         group_number = store.add(f"{_PREFIX}/groups/{rank}", 1)
         return cls(store=store, declaration_key=f"{_PREFIX}/declared/{group_number}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """A write or read of a checkpoint."""
-
-    number: int
-    in_background: bool
-    begin: dict[str, int]
-    """Collectives started before. Ranks may differ, because gloo also counts messages."""
-
-    def count_collectives(self) -> dict[str, int]:
-        """Return the number of collectives since the write or read began, by group and device."""
-        counts = count_collectives(in_background=self.in_background)
-        return {name: count - self.begin.get(name, 0) for name, count in counts.items()}
 
 
 _GROUP_FAILURES: "weakref.WeakKeyDictionary[ProcessGroup, _GroupFailure]"
@@ -423,7 +409,7 @@ class RankFailures:
                 raise
             else:
                 try:
-                    self._publish_end(part, failure=None)
+                    part.publish_end(failure=None)
                 except dist.DistError as error:
                     # The files are complete. Later calls report the lost store.
                     _LOG.warning("%s has ended, but %s", call, self._describe_lost_store(error))
@@ -432,49 +418,35 @@ class RankFailures:
                 if watcher.is_alive():
                     watcher.join()
 
-    def _begin_part(self) -> "_Part":
+    def _begin_part(self) -> CheckpointPart:
         self._num_parts += 1
-        counts = count_collectives(in_background=self._in_background)
-        return _Part(number=self._num_parts, in_background=self._in_background, begin=counts)
-
-    def _part_keys(self, number: int) -> list[str]:
-        return [f"{self._prefix}/part/{number}/end/{rank}" for rank in range(self._world_size)]
-
-    def _failed_key(self, number: int) -> str:
-        return f"{self._prefix}/part/{number}/failed"
-
-    def _publish_end(self, part: "_Part", *, failure: str | None) -> None:
-        end = {"num_collectives": part.count_collectives(), "failure": failure}
-        self._store.set(self._part_keys(part.number)[self._rank], json.dumps(end))
-        # A failed rank may still read the ends of the previous part.
-        if part.number > 2:
-            self._store.delete_key(self._part_keys(part.number - 2)[self._rank])
-            self._store.delete_key(self._failed_key(part.number - 2))
-
-    def _read_ends(self, part: "_Part") -> list[dict[str, Any]]:
-        keys = self._part_keys(part.number)
-        return [json.loads(self._store.get(key)) for key in keys if self._store.check([key])]
+        return CheckpointPart(
+            store=self._store,
+            prefix=self._prefix,
+            number=self._num_parts,
+            rank=self._rank,
+            world_size=self._world_size,
+            in_background=self._in_background,
+            begin=count_collectives(in_background=self._in_background),
+        )
 
     def _end_part(
-        self, part: "_Part", error: BaseException, *, where: str, timeout_s: float
+        self, part: CheckpointPart, error: BaseException, *, where: str, timeout_s: float
     ) -> None:
         """Publish the error, and wait until the other ranks have ended the call or left the group.
 
         Waiting for minutes is normal, because other ranks may still write.
         """
         report = str(self._make_report(error, where=where))
-        own = part.count_collectives()
-        keys = self._part_keys(part.number)
         deadline = time.monotonic() + timeout_s
         try:
-            self._publish_end(part, failure=report)
-            self._store.set(self._failed_key(part.number), "")
-            while not self._store.check(keys) and time.monotonic() < deadline:
+            part.publish_end(failure=report)
+            while not part.have_all_ended() and time.monotonic() < deadline:
                 if self._learn_of_declaration():
                     break
                 time.sleep(_POLL_S)
             # Compare even if all have ended: a broadcast, for example, can end on one rank alone.
-            if any(_is_ahead(end["num_collectives"], own) for end in self._read_ends(part)):
+            if part.is_behind():
                 self._leave_broken_group(self._declare(report))
         except dist.DistError as store_error:
             # Leave, because other ranks may wait for this one and can't learn of its failure.
@@ -482,19 +454,16 @@ class RankFailures:
         if self._group.broken is not None:
             error.add_note(self._group.broken)
 
-    def _watch_part(self, part: "_Part", has_ended: threading.Event) -> None:
+    def _watch_part(self, part: CheckpointPart, has_ended: threading.Event) -> None:
         """Break the group if this rank waits in a collective that a failed rank did not start.
 
         Runs on a thread during the call.
         """
         while not has_ended.wait(WATCH_INTERVAL_S) and self._group.broken is None:
             try:
-                if not self._store.check([self._failed_key(part.number)]):
-                    continue
-                own = part.count_collectives()
-                for end in self._read_ends(part):
-                    if end["failure"] and _is_ahead(own, end["num_collectives"]):
-                        self._leave_broken_group(self._declare(end["failure"]))
+                failure = part.find_awaited_failure() if part.has_failed() else None
+                if failure is not None:
+                    self._leave_broken_group(self._declare(failure))
             except dist.DistError as error:
                 # No rank waits: one that fails without the store closes its connections.
                 _LOG.warning("%s", self._describe_lost_store(error))
@@ -675,11 +644,6 @@ class RankFailures:
         except dist.DistError as error:
             self._leave_broken_group(self._describe_lost_store(error))
             return True
-
-
-def _is_ahead(counts: dict[str, int], other_counts: dict[str, int]) -> bool:
-    """Return True if `counts` is higher than `other_counts` in any group."""
-    return any(counts.get(name, 0) > count for name, count in other_counts.items())
 
 
 def take_event_number() -> int:
