@@ -177,6 +177,11 @@ LORA = ["actor.engine.lora.rank=8", "actor.engine.lora.alpha=16"]
             "rollout.sampler vllm",
         ),
         (
+            ["rollout=vllm", "weight_sync.transport=cuda_ipc", "actor.engine.device=cpu"],
+            "weight_sync.transport is cuda_ipc",
+            "actor.engine.device is cpu",
+        ),
+        (
             ["weight_sync.max_changed_fraction=0.1"],
             "weight_sync.max_changed_fraction",
             "weight_sync.content=delta",

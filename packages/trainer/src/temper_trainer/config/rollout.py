@@ -287,6 +287,7 @@ def find_rollout_conflicts(
     devices: Sequence[str],
     bind_address: str | None,
     has_adapter: bool,
+    actor_device: str,
 ) -> Iterator[str]:
     """Yield transports, weight contents and log-probs that the sampler does not support.
 
@@ -299,6 +300,7 @@ def find_rollout_conflicts(
         devices: Value of runtime.rollout_devices.
         bind_address: Value of runtime.bind_address; None if the task sends no weights.
         has_adapter: True if the actor has a LoRA adapter.
+        actor_device: Value of actor.engine.device.
     """
     sampler = rollout.sampler
     fitting = {
@@ -310,6 +312,11 @@ def find_rollout_conflicts(
         yield (
             f"weight_sync.transport is {sync.transport}, but with rollout.sampler {sampler} and "
             f"runtime.kind {kind} it must be auto or {' or '.join(fitting)}."
+        )
+    if sync.transport == "cuda_ipc" and actor_device == "cpu":
+        yield (
+            "weight_sync.transport is cuda_ipc, but actor.engine.device is cpu: use auto, or train "
+            "on cuda."
         )
     sends_adapter = sync.content == "adapter"
     if sends_adapter and (sampler != "vllm" or not has_adapter):

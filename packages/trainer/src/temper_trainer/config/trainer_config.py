@@ -241,6 +241,7 @@ def _find_conflicts(config: TrainerConfig) -> Iterator[str]:
             devices=config.runtime.rollout_devices,
             bind_address=config.runtime.bind_address if config.task in RL_TASKS else None,
             has_adapter=config.actor.engine.lora.is_enabled,
+            actor_device=config.actor.engine.device,
         )
     yield from _find_greedy_conflicts(config)
     yield from _find_role_conflicts(config)

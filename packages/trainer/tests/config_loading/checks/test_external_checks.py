@@ -174,6 +174,19 @@ def test_completion_that_leaves_no_position_for_a_prompt_is_refused(
     )
 
 
+def test_tensor_parallelism_of_servers_must_divide_the_attention_heads(
+    there: list[str], tmp_path: Path
+) -> None:
+    fields = {"model_type": "qwen2", "num_attention_heads": 14}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    served = [*there, "rollout.sampler=vllm"]
+    check_external_objects(load([*served, "rollout.vllm.tensor_parallel_size=2"]).config)
+    assert refusal([*served, "rollout.vllm.tensor_parallel_size=4"]) == (
+        "rollout.vllm.tensor_parallel_size is 4, which does not divide the 14 attention heads of "
+        f"the model in {tmp_path}/model: choose a divisor."
+    )
+
+
 def test_sampled_evaluation_of_a_saved_model_must_leave_a_position_for_a_prompt(
     there: list[str], tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
                 "its tokens cannot be compared with the policy's: copy the tokenizer's files there."
             )
     yield from _find_position_problems(config)
+    yield from _find_sampling_parallelism_problems(config)
     # After a warm start, the model that it saved is the adapter's base model.
     has_base = config.actor.engine.model.path is not None or config.warm_start is not None
     if config.weight_sync.content == "adapter":
@@ -143,6 +144,20 @@ def _find_position_problems(config: TrainerConfig) -> Iterator[str]:
                 f"{key} is {limit}, but {reason}, and a prompt needs some of these positions: "
                 f"lower {key}."
             )
+
+
+def _find_sampling_parallelism_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield why vLLM could not divide the attention heads of the actor's model among GPUs."""
+    size, path = config.rollout.vllm.tensor_parallel_size, config.actor.engine.model.path
+    if not config.generates_completions or config.rollout.sampler != "vllm" or path is None:
+        return
+    model_fields = select_text_fields(read_json_fields(Path(path) / "config.json"))
+    num_heads = model_fields.get("num_attention_heads")
+    if isinstance(num_heads, int) and num_heads % size:
+        yield (
+            f"rollout.vllm.tensor_parallel_size is {size}, which does not divide the {num_heads} "
+            f"attention heads of the model in {path}: choose a divisor."
+        )
 
 
 def _find_tokenizer_problems(
