@@ -29,7 +29,7 @@ PROJECT_NAMES = re.compile(r"temper(?!at)|torchtitan|titan|hugging ?face|\btrl\b
 LICENSE = re.compile(r"\A(#.*\n)+\n*")
 """The license at the start of a file, which names the project."""
 LOCAL_SOURCE = ("packages/engine-*/src/**/*.py", "packages/trainer/src/**/*.py")
-LOCAL_PAGES = ("docs/*.md", "docs/how-to/*.md")
+LOCAL_PAGES = tuple(f"docs/{folder}*.md" for folder in ("", "how-to/", "engines/", "migration/"))
 OTHER_SOURCE = ("torchtitan/**/*.py", "trl/**/*.py")
 OTHER_PAGES = ("docs/*.md", "docs/source/*.md", "torchtitan/**/README.md")
 FUNCTION_LINES = range(8, 70)
