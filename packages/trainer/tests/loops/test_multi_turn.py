@@ -30,8 +30,8 @@ from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.rollouts import rollout_scheduler
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import (
-    EnvironmentFailureError,
     EnvironmentTimeoutError,
+    RolloutFailureError,
     RolloutScheduler,
 )
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
@@ -348,7 +348,7 @@ def test_failed_rollouts_up_to_the_configured_fraction_are_counted_and_leave_the
     ]
     assert [len(each.completions) for each in conversations if each.failure is None] == [3, 3, 3]
     assert metrics["rollout/failed"] == 1.0
-    with pytest.raises(EnvironmentFailureError, match=r"3 of 4 rollouts failed.*no such server"):
+    with pytest.raises(RolloutFailureError, match=r"3 of 4 rollouts failed.*no such server"):
         run_group(sampler, fail_some(0, 1, 2), num_rollouts=4, config=config)
 
 

@@ -71,7 +71,7 @@ class IdleAgentError(TemperError, RuntimeError):
     """An agent ended without a completion."""
 
 
-class EnvironmentFailureError(TemperError, RuntimeError):
+class RolloutFailureError(TemperError, RuntimeError):
     """So many environments failed that training on the other rollouts would be misleading."""
 
 
@@ -255,7 +255,7 @@ class RolloutScheduler:
             conversation whose environment failed has a `failure`.
 
         Raises:
-            EnvironmentFailureError: If a larger fraction failed than
+            RolloutFailureError: If a larger fraction failed than
                 environment.max_failure_fraction; without such a fraction, the environment's error.
         """
         if not requests:
@@ -562,7 +562,7 @@ class _Round:
         """Count a failed rollout and return its reason.
 
         Raises:
-            EnvironmentFailureError: See `RolloutScheduler.run_rollouts`.
+            RolloutFailureError: See `RolloutScheduler.run_rollouts`.
         """
         name = self._prompts[index].environment
         self._num_failures[name] += 1
@@ -572,7 +572,7 @@ class _Round:
             raise error
         reason = f"environment: {type(error).__name__}: {error}"
         if self._num_failures[name] > fraction * num_rollouts:
-            raise EnvironmentFailureError(
+            raise RolloutFailureError(
                 f"the environments of {self._num_failures[name]} of {num_rollouts} rollouts "
                 f"failed: more than environment.max_failure_fraction = {fraction:g}. The last: "
                 f"{reason}"
