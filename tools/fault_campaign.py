@@ -1,6 +1,6 @@
 """Disturb training runs at random, continue them, and keep a table of the results.
 
-    python -m tools.fault_campaign [--cases 100] [--loop-cases 20] [--ray-cases 4]
+    python -m tools.fault_campaign [--cases 60] [--loop-cases 40] [--ray-cases 4]
         [--vllm-cases 4] [--seed 0] [--jobs 2] [--restart]
 
 A case is a seed: `packages/trainer/tests/loops/faults_for_tests.py` draws its faults and settings
@@ -30,7 +30,9 @@ STATE = ROOT / ".temper" / "fault_campaign.json"
 RUNS = ROOT / ".temper" / "fault_campaign"
 REPORT = ROOT / "docs" / "records" / "fault_campaign.md"
 FIRST_RAY_SEED, FIRST_VLLM_SEED, FIRST_LOOP_SEED = 10_000, 20_000, 30_000
-"""First seeds whose cases run on Ray, on a vLLM server, and with another loop, as in PROGRAM."""
+FIRST_ASYNC_VLLM_SEED = 40_000
+"""First seeds whose cases run on Ray, on a vLLM server, with another loop, and with loop async on a
+vLLM server, as in PROGRAM."""
 EARLIER = "<!-- earlier campaigns -->"
 """Line of the report below which it is written by hand."""
 PROGRAM = ROOT / "packages" / "trainer" / "tests" / "loops" / "faults_for_tests.py"
@@ -53,7 +55,8 @@ are drawn from the seed. A case passes if
 A cold case starts a new interpreter each time; the others fork one that has imported torch. Cases
 from seed 10000 on run on Ray, and are compared with the undisturbed run in one process. Those from
 seed 20000 on sample on a vLLM server, and are compared with an undisturbed run that does so, too.
-Those from seed 30000 on have `loop=async` or `loop=one_step_off`. A resumed run samples again what
+Those from seed 30000 on have `loop=async` or `loop=one_step_off`, and those from seed 40000 on
+`loop=async` on a vLLM server. A resumed run samples again what
 it had sampled ahead, so its numbers are not compared: each step must be logged once, the staleness
 must stay within 1, and the last checkpoint's position in the data must be that of all trained
 prompts.
@@ -97,7 +100,10 @@ class Record:
         """Return the part of the report on these cases as Markdown."""
         rows = [row for _, row in sorted(self.rows.items())]
         num_failed = sum(bool(row["problems"]) for row in rows)
-        has_vllm = any(FIRST_VLLM_SEED <= seed < FIRST_LOOP_SEED for seed in self.rows)
+        has_vllm = any(
+            FIRST_VLLM_SEED <= seed < FIRST_LOOP_SEED or seed >= FIRST_ASYNC_VLLM_SEED
+            for seed in self.rows
+        )
         lines = [
             REPORT_HEAD,
             (
@@ -140,13 +146,16 @@ def has_vllm() -> bool:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the missing cases; return 1 if any case failed at this commit, else 0."""
     parser = argparse.ArgumentParser(prog="tools.fault_campaign", description=__doc__)
-    parser.add_argument("--cases", type=int, default=100)
+    parser.add_argument("--cases", type=int, default=60)
     parser.add_argument(
-        "--loop-cases", type=int, default=20, help="cases with loop async or one_step_off"
+        "--loop-cases", type=int, default=40, help="cases with loop async or one_step_off"
     )
     parser.add_argument("--ray-cases", type=int, default=4, help="cases on Ray, in addition")
     parser.add_argument(
-        "--vllm-cases", type=int, default=4, help="cases on a vLLM server, in addition"
+        "--vllm-cases",
+        type=int,
+        default=4,
+        help="cases on a vLLM server, in addition, and as many with loop async",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first case in one process")
     parser.add_argument("--jobs", type=int, default=2, help="cases at a time")
@@ -164,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *range(FIRST_RAY_SEED, FIRST_RAY_SEED + chosen.ray_cases),
         *range(FIRST_VLLM_SEED, FIRST_VLLM_SEED + num_vllm_cases),
         *range(FIRST_LOOP_SEED, FIRST_LOOP_SEED + chosen.loop_cases),
+        *range(FIRST_ASYNC_VLLM_SEED, FIRST_ASYNC_VLLM_SEED + num_vllm_cases),
     )
     missing = [seed for seed in requested if seed not in record.rows]
     lock = threading.Lock()

@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
-from tools.fault_campaign import EARLIER, FIRST_VLLM_SEED, Record, Row, write_report
+from packages.trainer.tests.loops.faults_for_tests import BACKENDS, KINDS, draw_case
+from tools.fault_campaign import (
+    EARLIER,
+    FIRST_ASYNC_VLLM_SEED,
+    FIRST_LOOP_SEED,
+    FIRST_VLLM_SEED,
+    Record,
+    Row,
+    write_report,
+)
 
 PASSED: Row = {
     "seed": 3,
@@ -21,6 +30,29 @@ FAILED: Row = {
     "leftovers": ["run.lock"],
     "problems": ["the numbers differ"],
 }
+
+
+def test_recorded_seeds_draw_the_same_cases_again() -> None:
+    cases = {seed: draw_case(seed) for seed in (500, 10001, 20003, 30001, 30002)}
+    assert {seed: (case.loop, case.faults[0].kind) for seed, case in cases.items()} == {
+        500: ("sync", "SIGKILL"),
+        10001: ("sync", "Ray actor killed"),
+        20003: ("sync", "vLLM server stopped"),
+        30001: ("one_step_off", "SIGTERM"),
+        30002: ("async", "damaged checkpoint"),
+    }
+    assert cases[30001].faults[1].when == "step 3 + 0.21 s"
+
+
+def test_loop_async_is_drawn_with_every_kind_of_fault() -> None:
+    first = FIRST_LOOP_SEED
+    cases = [draw_case(seed) for seed in range(first, first + 40)]
+    ahead = [case for case in cases if case.loop == "async"]
+    assert {fault.kind for case in ahead for fault in case.faults} == set(KINDS)
+    first = FIRST_ASYNC_VLLM_SEED
+    on_vllm = [draw_case(seed) for seed in range(first, first + 4)]
+    assert {case.loop for case in on_vllm} == {"async"}
+    assert {case.faults[0].kind for case in on_vllm} == set(BACKENDS[0].kinds)
 
 
 def test_a_stored_record_continues_at_the_same_commit_only(tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ KINDS = (
 LOOPS = ("async", "one_step_off")
 FIRST_LOOP_SEED = 30_000
 """First seed of the cases that run in one process with a loop that samples ahead of training."""
+FIRST_ASYNC_VLLM_SEED = 40_000
+"""First seed of the cases on a vLLM server with loop async."""
 SERVER_MODULE = "temper_trainer.rollout.vllm.server"
 
 
@@ -183,9 +185,13 @@ class Row:
 def draw_case(seed: int) -> Case:
     """Return the case of a seed; ten consecutive seeds contain every kind once."""
     draw = random.Random(seed)
-    loop = draw.choice(LOOPS) if seed >= FIRST_LOOP_SEED else "sync"
+    loop = "sync"
     backend = next((backend for backend in BACKENDS if seed >= backend.first_seed), None)
-    if backend is not None and loop == "sync":
+    if seed >= FIRST_ASYNC_VLLM_SEED:
+        loop = "async"
+    elif seed >= FIRST_LOOP_SEED:
+        loop, backend = draw.choice(LOOPS), None
+    if backend is not None:
         kind = backend.kinds[seed % len(backend.kinds)]
         return Case(
             seed=seed,
@@ -195,6 +201,7 @@ def draw_case(seed: int) -> Case:
             num_workers=0,
             is_cold=True,  # Ray does not support a driver that was forked
             backend=backend,
+            loop=loop,
         )
     kinds = [KINDS[seed % len(KINDS)]]
     if seed >= len(KINDS) and draw.random() < 0.4:
