@@ -1,14 +1,15 @@
 """Compare the throughput of the sync, one-step-off and async loops on the same work.
 
     OMP_NUM_THREADS=1 python bench/bench_loops.py [--steps 12] [--rollout-python PYTHON]
-        [--json FILE]
+        [--long-tailed] [--loops "sync;async, 1"] [--json FILE]
     python bench/bench_loops.py --scripted [--json FILE]
 
 Uses the quickstart's model and problems, with sampler and actor in separate Ray processes. Each
 loop is a `temper-train` run, whose first two steps are skipped. Sampling ahead can save at most
 the shorter of sampling and training, if each has a core; the table also shows its cost, staleness.
 With --rollout-python the sampler is a vLLM server of that interpreter, otherwise the transformers
-sampler.
+sampler. With --long-tailed the policy ends completions at random: their lengths are nearly
+geometric, like those of uniformly drawn tokens. Otherwise nearly all have the maximum length.
 
 `--scripted` measures the scheduler of rollouts with a scripted server instead: rollouts of several
 turns, loops with log-normal lengths, and the cost of many open rollouts. The server takes a given
@@ -67,7 +68,15 @@ WORK = (
     # out of the update. The entropy term keeps these groups in.
     "algorithm.entropy_coef=1e-6",
 )
+LONG_TAILED = (
+    "sampling.max_tokens=1024",
+    "actor.engine.model.architecture.max_position_embeddings=1152",
+    # The policy must not learn other lengths.
+    "actor.engine.optimizer.lr=1e-9",
+)
 COLUMNS = (
+    "rollout/length_mean",
+    "rollout/length_max",
     "time/step_s",
     "time/rollout_s",
     "time/wait_s",
@@ -312,7 +321,7 @@ def sampler_settings(rollout_python: str | None) -> list[str]:
         f"runtime.rollout_python={rollout_python}",
         "rollout.vllm.enforce_eager=true",
     ]
-    return [*server, "rollout.vllm.kv_cache_bytes=67108864", "rollout.max_concurrent=64"]
+    return [*server, "rollout.vllm.kv_cache_bytes=268435456", "rollout.max_concurrent=64"]
 
 
 def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str, float]]:
@@ -344,6 +353,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--rollout-python")
+    parser.add_argument("--long-tailed", action="store_true", help="end completions at random")
+    parser.add_argument("--loops", default=";".join(LOOPS), help="names, separated by semicolons")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--scripted", action="store_true", help="measure the scheduler instead")
     chosen = parser.parse_args()
@@ -352,12 +363,13 @@ def main() -> None:
         if chosen.json is not None:
             chosen.json.write_text(json.dumps(values, indent=1))
         return
-    sampler = sampler_settings(chosen.rollout_python)
+    common = sampler_settings(chosen.rollout_python)
+    common += LONG_TAILED if chosen.long_tailed else ()
     results: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for i, (name, settings) in enumerate(LOOPS.items()):
+        for i, name in enumerate(chosen.loops.split(";")):
             rows = run_loop(
-                [*sampler, *settings], steps=chosen.steps, folder=Path(folder) / f"loop_{i}"
+                [*common, *LOOPS[name]], steps=chosen.steps, folder=Path(folder) / f"loop_{i}"
             )
             medians = {
                 column: statistics.median(row.get(column, 0.0) for row in rows)
@@ -369,13 +381,13 @@ def main() -> None:
                 "tokens_per_s": tokens / sum(row["time/step_s"] for row in rows),
             }
     print(
-        "| loop | tokens/s | / sync | "
+        "| loop | tokens/s | / first | "
         + " | ".join(COLUMNS)
         + " |\n|"
         + "---|" * (len(COLUMNS) + 3)
     )
     for name, numbers in results.items():
-        ratio = numbers["tokens_per_s"] / results["sync"]["tokens_per_s"]
+        ratio = numbers["tokens_per_s"] / results[next(iter(results))]["tokens_per_s"]
         cells = [
             f"{numbers['tokens_per_s']:.0f}",
             f"{ratio:.2f}",

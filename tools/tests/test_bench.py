@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.bench_loops import LOOPS, list_overrides, sampler_settings
+from bench.bench_loops import LONG_TAILED, LOOPS, list_overrides, sampler_settings
 from bench.bench_megatron_checkpoint import prepare_sources
 from bench.bench_weight_sync import Actor, measure_channel_deltas
 from temper_trainer.__main__ import main
@@ -33,15 +33,20 @@ def test_every_benchmark_runs_without_arguments(program: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", LOOPS.values(), ids=LOOPS.keys())
-@pytest.mark.parametrize("rollout_python", [None, "rollout-env/bin/python"])
+@pytest.mark.parametrize(
+    ("rollout_python", "lengths"), [(None, ()), ("rollout-env/bin/python", LONG_TAILED)]
+)
 def test_each_configuration_of_bench_loops_is_valid(
     settings: tuple[str, ...],
     rollout_python: str | None,
+    lengths: tuple[str, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     overrides = list_overrides(
-        [*sampler_settings(rollout_python), *settings], steps=12, folder=tmp_path / "loop_0"
+        [*sampler_settings(rollout_python), *lengths, *settings],
+        steps=12,
+        folder=tmp_path / "loop_0",
     )
     code = main([*overrides, "--check"])
     output = capsys.readouterr()
