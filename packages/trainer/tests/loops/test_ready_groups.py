@@ -3,12 +3,19 @@
 import asyncio
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from packages.trainer.tests.loops.test_batch_pipeline import (
     MEDIAN_TOKENS,
@@ -21,9 +28,10 @@ from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, Credits
 from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
+from temper_trainer.rollout import async_sampler
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
-from temper_trainer.types import Completion
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 NUM_STEPS = 30
 
@@ -75,6 +83,10 @@ def test_any_order_of_events_trains_every_group_once_within_its_deadline(
     assert sorted(trained) == list(range(NUM_STEPS * batch_size))
 
 
+MakeServer = Callable[..., ScriptedServer]
+make_scripted_server: MakeServer = partial(ScriptedServer, script, end_token_id=0)
+
+
 def train_groups(
     rule: AdmissionRule,
     *,
@@ -83,17 +95,21 @@ def train_groups(
     max_concurrent: int,
     token_s: float,
     interrupts: bool = True,
+    make_server: MakeServer = make_scripted_server,
+    stop: tuple[str, ...] = (),
+    tokenizer: PreTrainedTokenizerBase | None = None,
     recorder: CompletionRecorder | None = None,
     replay: CompletionReplay | None = None,
 ) -> list[tuple[int, list[tuple[int, Completion]]]]:
     """Return the version of the weights before each step, and its groups of one completion."""
-    server = ScriptedServer(script, end_token_id=0, token_s=token_s, max_concurrent=max_concurrent)
+    server = make_server(token_s=token_s, max_concurrent=max_concurrent)
     server.load_weights([], version=1)
     trained = []
     with RolloutScheduler(
         server,
         max_sampling=2 * max_concurrent,
         interrupts=interrupts,
+        tokenizer=tokenizer,
         recorder=recorder,
         replay=replay,
     ) as scheduler:
@@ -101,6 +117,9 @@ def train_groups(
         async def sample(step: int, sink: GroupSink[tuple[int, Completion]]) -> None:
             first = (step - 1) * batch_size
             requests, prompts = make_requests(first, batch_size=batch_size)
+            requests = [
+                replace(each, sampling=replace(each.sampling, stop=stop)) for each in requests
+            ]
 
             async def finish(index: int, conversation: object) -> None:
                 completion = conversation.completions[0]  # type: ignore[attr-defined]
@@ -202,6 +221,84 @@ def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
     # Some groups were overtaken, else this would test only the order of the prompts.
     steps = {group: step for step, (_, batch) in enumerate(trained) for group, _ in batch}
     assert any(step > group // 1000 for group, step in steps.items())
+
+
+WORDS = ("<eos>", "x", *"stop", "st", "op")
+STOP = "stop"
+NUM_TOKENS_AFTER_STOP = 60
+
+
+def read(tokens: Sequence[int]) -> str:
+    return "".join(WORDS[token] for token in tokens)
+
+
+class SpellingServer(ScriptedServer):
+    """A server whose policy ends each completion with a stop text, and would continue after it.
+
+    Each call is interrupted after a random number of tokens. The next one may have other weights,
+    which write the stop text in other tokens. As a real server does, this one finds a stop text
+    only in the tokens of one call.
+    """
+
+    def __init__(self, *, token_s: float, max_concurrent: int) -> None:
+        super().__init__(
+            self._continue, end_token_id=0, token_s=token_s, max_concurrent=max_concurrent
+        )
+        self._draw = random.Random(0)
+
+    def _continue(self, request: SamplingRequest) -> list[int]:
+        prompt, *tokens = request.prompt_tokens
+        length, text = draw_length(prompt), read(tokens)
+        left = "x" * (length - len(text)) + STOP[max(0, len(text) - length) :]
+        spelling = self._draw.choice(["st|op|.", "."])
+        words = re.findall(spelling, left + "x" * NUM_TOKENS_AFTER_STOP)
+        return list(map(WORDS.index, words))
+
+    def _complete(self, request: SamplingRequest, *, num_tokens: int | None = None) -> Completion:
+        if num_tokens is None:
+            num_tokens = 1 + int(self._draw.expovariate(1 / 27))
+        completion = super()._complete(request, num_tokens=num_tokens)
+        head, stop, _ = read(completion.tokens).partition(STOP)
+        if not stop:
+            return completion
+        end = next(
+            i for i in range(len(head), len(head) + 5) if stop in read(completion.tokens[:i])
+        )
+        return replace(
+            completion,
+            tokens=completion.tokens[:end],
+            rollout_logprobs=completion.rollout_logprobs[:end],
+            finish_reason=FinishReason.STOP_TEXT,
+        )
+
+
+def sample_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the texts of 3,000 completions that a SpellingServer has sampled for loop async."""
+    trained = train_groups(
+        AdmissionRule(max_staleness=2, overlaps=True),
+        num_steps=10,
+        batch_size=300,
+        max_concurrent=300,
+        token_s=0,
+        make_server=SpellingServer,
+        stop=(STOP,),
+        tokenizer=tokenizer,
+    )
+    return [read(completion.tokens) for _, batch in trained for _, completion in batch]
+
+
+def test_lengths_keep_their_distribution_if_stop_texts_are_interrupted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=WORDS[0]))
+    words.decoder = Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token=WORDS[0])
+    texts = sample_texts(tokenizer)
+    assert {len(text) - text.index(STOP) for text in texts} == {len(STOP)}
+    assert is_unbiased([text.index(STOP) for text in texts])
+    # A bias that must be found: completions go on after a stop text that was interrupted.
+    monkeypatch.setattr(async_sampler, "cut_continuation", lambda completion, **_: completion)
+    assert not is_unbiased([len(text) - len(STOP) for text in sample_texts(tokenizer)])
 
 
 def test_recorded_groups_are_trained_again_in_a_replay(tmp_path: Path) -> None:
