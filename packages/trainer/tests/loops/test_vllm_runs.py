@@ -1,16 +1,19 @@
 """Compare small runs on vLLM servers with the same runs on the transformers sampler."""
 
+import base64
 import importlib.util
 import json
 import os
 import signal
 import subprocess
 import sys
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from temper_engine_api.distributed.rendezvous import get_run_token
 from temper_trainer.config_loading import load, write_resolved
@@ -25,6 +28,7 @@ from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import WeightChannel
 from temper_trainer.runtime.ray.ray_replica import RayReplica
 from temper_trainer.runtime.vllm_teacher import VllmTeacher
+from temper_trainer.types import FinishReason
 
 from .conftest import SMALL
 from .listeners_for_tests import Listeners
@@ -59,6 +63,8 @@ CALCULATOR = (
     "warm_start.total_steps=30",  # its demonstrations show calls
     "sampling.max_tokens=16",
 )
+DIGIT_PAIRS = [f"{i:02}" for i in range(100)]
+"""Stop texts of two tokens, one of which a random policy samples after about a hundred tokens."""
 NUMBERS = ("actor/loss", "actor/grad_norm", "reward/mean", "rollout/tokens", "rollout/length_max")
 
 
@@ -482,8 +488,23 @@ def test_loop_async_stays_within_its_staleness_limit_on_servers(
         "asynchrony.max_staleness=2",
         correction,
         "run.total_steps=6",
+        "sampling.max_tokens=100",
+        f"sampling.stop={DIGIT_PAIRS}",
+        "rollout.record=true",
     )
     step_rows = rows(tmp_path / "run")
+    # Completions were interrupted by weight syncs and continued, until their stop texts.
+    assert sum(row["rollout/continued"] for row in step_rows) > 0
+    record = (tmp_path / "run" / "completions.jsonl").read_text().splitlines()
+    completions = [row for row in map(json.loads, record) if "tokens" in row]
+    stopped = [row for row in completions if row["finish_reason"] == FinishReason.STOP_TEXT]
+    assert any(row["token_versions"] for row in stopped)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "tokenizer")
+    for row in completions:
+        tokens = array("I", base64.b64decode(row["tokens"])).tolist()
+        texts = [tokenizer.decode(each) for each in (tokens[:-1], tokens)]
+        has_stop = [any(pair in text for pair in DIGIT_PAIRS) for text in texts]
+        assert has_stop == [False, row in stopped]
     assert [row["step"] for row in step_rows] == [1, 2, 3, 4, 5, 6]
     assert all(row["staleness/max"] <= 2 for row in step_rows)
     # The first batch has the trainer's own weights; later ones are one or two updates older, and
