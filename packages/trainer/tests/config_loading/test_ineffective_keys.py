@@ -24,6 +24,11 @@ FILES = [f"data.train.{key}" for key in ("name=jsonl", "paths=[a.jsonl]", "max_r
             "environment.name agent",
         ),
         (
+            [*RL, "environment={name: calculator}", "rollout.max_failure_fraction=0.1"],
+            "rollout.max_failure_fraction",
+            "an environment",
+        ),
+        (
             [*SFT, "algorithm.policy_loss.clip_low=0.1"],
             "algorithm.policy_loss.clip_low",
             "tasks sft",

@@ -13,7 +13,7 @@ from openai import AsyncOpenAI, AuthenticationError, BadRequestError, InternalSe
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.errors import WeightError
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.agent_environment import AgentFactory, AgentTask, OpenAiAgent
@@ -72,6 +72,7 @@ def use_client(
     answers: Sequence[Sequence[int]] = (),
     sampler: ScriptedSampler | None = None,
     max_turns: int = 8,
+    max_failure_fraction: float = 0.0,
 ) -> tuple[Conversation, list[SamplingRequest]]:
     """Run an agent that uses a client, and return its rollout and the sampler's requests."""
     requests: list[SamplingRequest] = []
@@ -99,7 +100,12 @@ def use_client(
     )
     with RolloutScheduler(
         sampler or ScriptedSampler(script, end_token_id=END),
-        environment=EnvironmentConfig(name="some:Agent", max_turns=max_turns, max_tokens=500),
+        environment=EnvironmentConfig(
+            name="some:Agent",
+            max_turns=max_turns,
+            max_tokens=500,
+            max_failure_fraction=max_failure_fraction,
+        ),
         make_environment=AgentFactory(lambda: OpenAiAgent(run, gateway=gateway), gateway=gateway),
     ) as scheduler:
         (conversation,), _ = scheduler.run(scheduler.run_rollouts([request], prompts=[prompt]))
@@ -409,15 +415,45 @@ def test_limit_of_a_rollout_is_an_error_that_clients_do_not_repeat() -> None:
     assert len(requests) == len(conversation.completions) == 2
 
 
+class DamagedWeights(ScriptedSampler):
+    """A scripted sampler whose weights are damaged."""
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        raise WeightError("the log-probs are not finite.")
+
+
 def test_error_of_the_sampler_ends_the_run_and_not_only_the_agent() -> None:
     async def use(client: AsyncOpenAI) -> None:
         with contextlib.suppress(InternalServerError):
             await ask(client, ("user", "hi"))
         await asyncio.sleep(30)
 
-    # The script has no tokens, which the sampler refuses.
-    with pytest.raises(ConfigError, match="the script returned no tokens"):
-        use_client(use, answers=[[]])
+    with pytest.raises(WeightError, match="not finite"):
+        use_client(use, sampler=DamagedWeights(lambda _: [3], end_token_id=END))
+
+
+def test_request_that_the_sampler_refuses_fails_only_the_agents_rollout() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        # Without retries of the client, because the sampler would refuse the request again.
+        await ask(client.with_options(max_retries=5), ("user", "hi"))
+
+    # An empty script is refused.
+    conversation, requests = use_client(use, answers=[[]], max_failure_fraction=1.0)
+    assert "BadRequestError: Error code: 400" in (conversation.failure or "")
+    assert "a script without tokens" in (conversation.failure or "")
+    assert len(requests) == 1
+
+
+def test_agent_continues_after_a_refused_request() -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        with pytest.raises(BadRequestError) as caught:
+            await ask(client, ("user", "a long history"))
+        assert caught.value.code == "refused_request"
+        await ask(client, ("user", "a short one"))
+
+    conversation, _ = use_client(use, answers=[[], [END]])
+    assert conversation.failure is None
+    assert len(conversation.completions) == 1
 
 
 def test_completion_that_the_client_did_not_wait_for_is_not_trained() -> None:

@@ -34,6 +34,7 @@ from temper_trainer.loops.rollouts.rollout_scheduler import (
     RolloutFailureError,
     RolloutScheduler,
 )
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
 
@@ -352,6 +353,59 @@ def test_failed_rollouts_up_to_the_configured_fraction_are_counted_and_leave_the
         run_group(sampler, fail_some(0, 1, 2), num_rollouts=4, config=config)
 
 
+@pytest.mark.parametrize("kind", [ScriptedSampler, StreamingScriptedSampler])
+def test_request_that_the_sampler_refuses_fails_only_its_rollout(
+    kind: type[ScriptedSampler],
+) -> None:
+    def script(request: SamplingRequest) -> list[int]:
+        # A script without tokens is refused.
+        return [] if request.prompt_tokens == (3, IDS["1"], IDS["="]) else count_down(request)
+
+    config = replace(CONFIG, max_failure_fraction=0.25)
+    conversations, metrics = run_group(
+        kind(script, end_token_id=0), lambda prompt: None, num_rollouts=4, config=config
+    )
+    refusal = (
+        "sampler: RefusedRequestError: request 1 has a script without tokens: return at least one."
+    )
+    assert [each.failure for each in conversations] == [None, refusal, None, None]
+    assert [len(each.completions) for each in conversations] == [3, 1, 3, 3]
+    assert metrics["rollout/failed"] == 1.0
+    assert metrics["tool/calls"] == 10.0
+    with pytest.raises(RolloutFailureError, match=r"2 of 4 .*without tokens"):
+        run_group(kind(lambda _: [], end_token_id=0), print, num_rollouts=4, config=config)
+
+
+@pytest.mark.parametrize("kind", [ScriptedSampler, StreamingScriptedSampler])
+def test_refused_request_fails_its_rollout_without_an_environment(
+    kind: type[ScriptedSampler],
+) -> None:
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(i + 2,), sampling=SamplingConfig(max_tokens=9), seed=i
+        )
+        for i in range(4)
+    ]
+    prompts = [
+        Prompt(prompt_id=i, text="", tokens=each.prompt_tokens, answer="")
+        for i, each in enumerate(requests)
+    ]
+
+    def run(*, refused: int, max_failure_fraction: float) -> list[Conversation]:
+        sampler = kind(lambda each: [5] if each.request_id >= refused else [], end_token_id=0)
+        with RolloutScheduler(sampler, max_failure_fraction=max_failure_fraction) as scheduler:
+            return scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))[0]
+
+    conversations = run(refused=2, max_failure_fraction=0.5)
+    assert [each.failure is not None for each in conversations] == [True, True, False, False]
+    assert [len(each.completions) for each in conversations] == [0, 0, 1, 1]
+    with pytest.raises(RefusedRequestError, match=r"^request 0 has a script without tokens"):
+        run(refused=1, max_failure_fraction=0.0)
+    message = r"3 of 4 rollouts failed.*rollout\.max_failure_fraction = 0.5.*request 2 has"
+    with pytest.raises(RolloutFailureError, match=message):
+        run(refused=3, max_failure_fraction=0.5)
+
+
 class FixedAnswers:
     """An environment whose methods return given values."""
 
@@ -462,7 +516,7 @@ def test_failed_rollout_starts_again_with_the_same_seed_and_is_counted(
     assert conversation.failure is None
     assert metrics["rollout/failed"] == 0.0
     assert metrics["rollout/retries"] == 2.0
-    assert caplog.text.count("starts again, because its environment failed: OSError: no such") == 2
+    assert caplog.text.count("starts again, because it failed: environment: OSError: no such") == 2
     assert seeds[2] == seeds[3] == seeds[0]
     assert seeds[4] == seeds[1]
 

@@ -1,27 +1,35 @@
 """Runs whose servers die, stop, join and leave; servers are processes with transformers engines."""
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from packages.trainer.tests.rollout.models_for_tests import make_requests, make_tokenizer
 from temper_engine_api.errors import ConfigError
+from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.config_loading import load
 from temper_trainer.loops import RunResult
 from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.loops.rl_step import StepResult
-from temper_trainer.rollout.sampler import Replica, ReplicaError
+from temper_trainer.rollout.sampler import RefusedRequestError, Replica, ReplicaError
 from temper_trainer.rollout.vllm import server_process
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.remote_server import RemoteServer
 from temper_trainer.rollout.vllm.server_addresses import TOKEN_VARIABLE
 from temper_trainer.rollout.vllm.server_process import ServerProcess
+from temper_trainer.rollout.vllm.server_spec import build_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime import vllm_servers
+from temper_trainer.types import Completion
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]
@@ -207,6 +215,36 @@ def test_servers_join_and_leave_by_their_lines_in_a_file(
 
 
 SPEC = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
+
+
+def test_server_that_refuses_a_request_continues(tmp_path: Path) -> None:
+    config = load(["experiment=quickstart", "rollout=vllm"]).config
+    spec = build_server_spec(config, tokenizer=make_tokenizer())
+    server = ServerProcess(
+        spec,
+        name="rollout replica 0",
+        python=sys.executable,
+        log_file=tmp_path / "replica-0.log",
+        start_timeout_s=120,
+        stall_timeout_s=60,
+    )
+    # The sampler would refuse the long request itself, if it knew the limit of the server.
+    sampler_spec = replace(spec, max_length=10**6)
+    requests = make_requests([[5] * 5000, [5]], SamplingConfig(max_tokens=3))
+
+    async def sample_all(sampler: VllmSampler) -> list[Completion | BaseException]:
+        return await asyncio.gather(*map(sampler.sample_one, requests), return_exceptions=True)
+
+    # Without restarts: a server that is started again for a refused request would end the test.
+    with closing(VllmSampler([server], spec=sampler_spec, max_restarts=0)) as sampler:
+        refused, completion = asyncio.run(sample_all(sampler))
+        assert isinstance(refused, RefusedRequestError)
+        assert str(refused) == "rollout replica 0: request 0 is too long."
+        assert isinstance(completion, Completion)
+        assert len(completion.tokens) <= 3
+        send_signal(server, signal.SIGKILL)
+        with pytest.raises(ReplicaError, match="max_restarts is used up"):
+            asyncio.run(sampler.sample_one(requests[1]))
 
 
 def connect(address: str) -> RemoteServer:

@@ -14,13 +14,15 @@ from packages.trainer.tests.rollout.models_for_tests import (
     make_requests,
     make_tokenizer,
 )
+from temper_engine_api.errors import EngineStateError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.rollout.stop_texts import cut_continuation
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest
 
 REQUESTS = make_requests(make_prompts(6, seed=4), SamplingConfig(max_tokens=60), seeds=range(6))
 
@@ -104,6 +106,27 @@ def test_every_token_has_version_and_logprob_of_the_weights_that_sampled_it(
         assert completion.rollout_logprobs == pytest.approx(expected, abs=2e-5)
         assert completion.weight_version == min(versions)
         assert len(completion.tokens) <= 60
+
+
+def test_request_that_is_too_long_does_not_affect_the_others(qwen2: Pair) -> None:
+    too_long = replace(REQUESTS[2], prompt_tokens=(5,) * 250)
+    requests = [*REQUESTS[:2], too_long, *REQUESTS[3:]]
+    prompts = [
+        Prompt(prompt_id=i, text="", tokens=each.prompt_tokens, answer="")
+        for i, each in enumerate(requests)
+    ]
+    with RolloutScheduler(qwen2.sampler(), max_failure_fraction=0.2) as scheduler:
+        conversations, _ = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+        failed = conversations.pop(2)
+        assert "request 2 needs 310 positions" in (failed.failure or "")
+        expected = qwen2.sampler().sample([*requests[:2], *requests[3:]])
+        assert [tuple(each.completions[0].tokens) for each in conversations] == [
+            each.tokens for each in expected
+        ]
+        # What concerns the sampler as a whole ends all rollouts.
+        scheduler._sampler._sampler.close()
+        with pytest.raises(EngineStateError):
+            scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
 
 
 def test_interrupt_returns_partial_completions(qwen2: Pair) -> None:

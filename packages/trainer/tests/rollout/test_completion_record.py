@@ -10,6 +10,7 @@ import torch
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
 
 NUM_TOKENS = 4096
@@ -40,11 +41,14 @@ def test_completions_with_their_versions_are_replayed_in_any_order(tmp_path: Pat
     recorder = CompletionRecorder(path)
     for seed, completion in enumerate(completions):
         recorder.add(make_request(seed), completion)
+    recorder.add_refusal(make_request(2), RefusedRequestError("request 2 is too long.", 2))
     recorder.close()
     replay = CompletionReplay(path, needs_experts=False)
     assert [replay.find(make_request(seed)) for seed in (1, 0)] == completions[::-1]
-    with pytest.raises(ConfigError, match="no completion for request 2 with seed 2"):
+    with pytest.raises(RefusedRequestError, match=r"^request 2 is too long\.$"):
         replay.find(make_request(2))
+    with pytest.raises(ConfigError, match="no completion for request 3 with seed 3"):
+        replay.find(make_request(3))
 
 
 OLD_LINE = '{"key": "00", "tokens": [4, 2], "logprobs": [-0.5, -0.25], "weight_version": 0}\n'

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from packages.trainer.tests.rollout.models_for_tests import make_requests
-from temper_engine_api.errors import ConfigError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.rollout.sampler import RefusedRequestError, Sampler
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
 from temper_trainer.types import FinishReason
 
@@ -32,7 +31,7 @@ def test_script_is_truncated_at_max_tokens_and_has_the_version() -> None:
 
 
 def test_script_without_tokens_is_refused() -> None:
-    with pytest.raises(ConfigError, match="returned no tokens for request 0"):
+    with pytest.raises(RefusedRequestError, match=r"^request 0 has a script without tokens"):
         ScriptedSampler(lambda request: [], end_token_id=1).sample(
             make_requests([[8]], SamplingConfig())
         )

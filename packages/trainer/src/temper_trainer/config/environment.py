@@ -59,7 +59,7 @@ class EnvironmentConfig:
     """Text after a tool's answer; may be empty."""
     max_concurrent: PositiveInt = 16
     """Maximum number of environments that answer at the same time, each in its own thread. For
-    agents, the maximum number that run at the same time.
+    agents, the maximum number that run at the same time, those that wait for the sampler included.
     """
     step_timeout_s: PositiveFloat | None = None
     """Maximum time in seconds of an environment's answer, or of an agent between its requests,
@@ -68,8 +68,9 @@ class EnvironmentConfig:
     max_retries: NonNegativeInt = 0
     """Start a rollout whose environment failed again, with the same seed, up to this often."""
     max_failure_fraction: UnitFloat = 0.0
-    """Stop the run if the environments of a larger fraction of a step's rollouts fail; up to it,
-    they are counted and left out. In [0, 1]; 0 stops at the first.
+    """Stop the run if a larger fraction of a step's rollouts fails, because of their environments
+    or because the sampler refuses a request; up to it, they are counted and left out. In [0, 1]; 0
+    stops at the first.
     """
     tool_timeout_s: PositiveFloat = 5.0
     """Maximum time in seconds of a tool call; the answer then reports the timeout."""

@@ -193,6 +193,11 @@ class RolloutConfig:
     """Maximum number of sequences that one replica decodes at the same time."""
     dtype: Literal["bf16", "fp32"] = "fp32"
     """Data type of the sampler's weights."""
+    max_failure_fraction: UnitFloat = 0.0
+    """Stop the run if the sampler refuses a larger fraction of a step's requests; up to it, their
+    rollouts are counted and left out. In [0, 1]; 0 stops at the first. Rollouts with an environment
+    count in environment.max_failure_fraction instead.
+    """
     pool: str = "train"
     """ray only: resource pool of the sampler; the pool of the roles colocates it with them."""
     canary: bool = True

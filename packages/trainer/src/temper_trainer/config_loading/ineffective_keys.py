@@ -113,6 +113,8 @@ def _iterate_reward_rules(config: TrainerConfig) -> Iterator[Rule]:
         "environment.tool_memory_mib",
         "with environment.name agent, whose agent runs its tools itself",
     )
+    reason, remedy = "with an environment", "set environment.max_failure_fraction"
+    yield Rule(environment is not None, "rollout.max_failure_fraction", reason, remedy)
 
 
 def _iterate_runtime_rules(config: TrainerConfig) -> Iterator[Rule]:

@@ -94,6 +94,8 @@ class SampleFunction(Protocol):
             RolloutLimitError: If the rollout may have no further completion, or none so long. What
                 the agent raises afterwards is not counted as a failure.
             InvalidAnswerError: If there is no token, or a token id does not exist.
+            RefusedRequestError: If the sampler cannot complete the request. It may complete
+                others.
         """
         ...
 

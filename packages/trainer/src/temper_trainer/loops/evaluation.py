@@ -333,7 +333,7 @@ def generate(components: RunComponents, *, folder: RunFolder) -> dict[str, float
                 "reward": rollout.reward,
                 "tokens": [list(each.tokens) for each in conversation.completions],
                 "logprobs": [list(each.rollout_logprobs) for each in conversation.completions],
-                "finish_reason": "environment_failed"
+                "finish_reason": "failed"
                 if conversation.failure is not None
                 else conversation.completions[-1].finish_reason.value,
             },

@@ -16,7 +16,12 @@ from transformers import PreTrainedTokenizerBase
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
-from temper_trainer.rollout.sampler import InterruptibleSampler, Sampler, StreamingSampler
+from temper_trainer.rollout.sampler import (
+    InterruptibleSampler,
+    RefusedRequestError,
+    Sampler,
+    StreamingSampler,
+)
 from temper_trainer.rollout.stop_texts import cut_continuation
 from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
 
@@ -128,14 +133,22 @@ class AsyncSampler:
             cohort: Cohort of the rollout.
             index: Index of the rollout in its cohort.
             trace: Records when the request is sampled.
+
+        Raises:
+            RefusedRequestError: If the sampler refuses the request.
         """
         if self._replay is not None:
             return self._replay.find(request)
-        completion = pack_completion(
-            await self._sample_to_end(
-                request, cohort=cohort, index=index, trace=trace or RolloutTrace()
+        try:
+            completion = pack_completion(
+                await self._sample_to_end(
+                    request, cohort=cohort, index=index, trace=trace or RolloutTrace()
+                )
             )
-        )
+        except RefusedRequestError as error:
+            if self._recorder is not None:
+                self._recorder.add_refusal(request, error)
+            raise
         if self._recorder is not None:
             self._recorder.add(request, completion)
         return completion
@@ -264,7 +277,7 @@ class AsyncSampler:
                     for each in waiting:
                         stack.enter_context(each.trace.measure("sampling"))
                     stack.enter_context(self.occupancy.count(len(requests)))(0)
-                    completions = await self._threads.call(self._sampler.sample, requests)
+                    results = await self._call_sampler(requests)
         except BaseException as error:
             for each in waiting:
                 if not each.future.done():
@@ -272,9 +285,35 @@ class AsyncSampler:
             if not isinstance(error, Exception):
                 raise
             return
-        for each, completion in zip(waiting, completions, strict=True):
-            if not each.future.done():  # its rollout may have been cancelled
-                each.future.set_result(completion)
+        for each, result in zip(waiting, results, strict=True):
+            if each.future.done():  # its rollout may have been cancelled
+                continue
+            if isinstance(result, RefusedRequestError):
+                each.future.set_exception(result)
+            else:
+                each.future.set_result(result)
+
+    async def _call_sampler(
+        self, requests: Sequence[SamplingRequest]
+    ) -> list[Completion | RefusedRequestError]:
+        """Return the completion of each request, or the error if the sampler refuses it."""
+        refused: dict[int | None, RefusedRequestError] = {}
+        while True:
+            accepted = [i for i, each in enumerate(requests) if each.request_id not in refused]
+            try:
+                completions = await self._threads.call(
+                    self._sampler.sample, [requests[i] for i in accepted]
+                )
+            except RefusedRequestError as error:
+                if error.request_id not in {requests[i].request_id for i in accepted}:
+                    raise
+                refused[error.request_id] = error
+            else:
+                completed = dict(zip(accepted, completions, strict=True))
+                return [
+                    completed[i] if i in completed else refused[each.request_id]
+                    for i, each in enumerate(requests)
+                ]
 
     @asynccontextmanager
     async def _count_active(self) -> AsyncIterator[None]:

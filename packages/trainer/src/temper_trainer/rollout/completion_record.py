@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, TypedDict
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import RECORD_FILE
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.types import (
     Completion,
     FinishReason,
@@ -81,6 +82,11 @@ class CompletionRecorder:
             row["routed_experts"] = _encode_experts(completion.routed_experts)
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
+    def add_refusal(self, request: SamplingRequest, error: RefusedRequestError) -> None:
+        """Write that the sampler refused a request."""
+        row = {"key": compute_key(request), "refused": str(error)}
+        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
     def add_batch(self, step: int, *, groups: Sequence[int]) -> None:
         """Write which groups a step of loop ``async`` trains."""
         self._file.write(json.dumps({"batch": step, "groups": list(groups)}) + "\n")
@@ -122,13 +128,14 @@ class CompletionReplay:
                     if "batch" in row:
                         self._batches[row["batch"]] = row["groups"]
                     else:
-                        if missing := _FIELDS - row.keys():
+                        missing = _FIELDS - row.keys()
+                        if missing and "refused" not in row:
                             raise ValueError(f"a completion has no {', '.join(sorted(missing))}")
                         # The last one of equal requests counts: a resumed run has sampled it again.
                         self._offsets[row["key"]] = offset
                         if "routed_experts" in row:
                             without_experts.discard(row["key"])
-                        elif needs_experts:
+                        elif needs_experts and "refused" not in row:
                             without_experts.add(row["key"])
                     offset += len(line)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -148,6 +155,7 @@ class CompletionReplay:
         """Return a request's recorded completion.
 
         Raises:
+            RefusedRequestError: If the sampler refused it in the recorded run.
             ConfigError: If it was not recorded, or is damaged.
         """
         offset = self._offsets.get(compute_key(request))
@@ -161,6 +169,8 @@ class CompletionReplay:
             with self._path.open("rb") as file:
                 file.seek(offset)
                 row = json.loads(file.readline())
+            if "refused" in row:
+                raise RefusedRequestError(row["refused"], request.request_id)
             return Completion(
                 request_id=request.request_id,
                 tokens=array("I", _decode(row["tokens"])),
@@ -173,6 +183,8 @@ class CompletionReplay:
                 if self._needs_experts
                 else None,
             )
+        except RefusedRequestError:
+            raise
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise self._make_error(error) from error
 

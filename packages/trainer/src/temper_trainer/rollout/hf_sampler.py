@@ -34,6 +34,7 @@ from temper_trainer.rollout.hf_model import (
     split_passes,
 )
 from temper_trainer.rollout.kv_cache import DecodeAttention, PrefillAttention, SlotKVCache
+from temper_trainer.rollout.sampler import check_requests
 from temper_trainer.rollout.stop_texts import ends_in_stop_text
 from temper_trainer.rollout.token_sampling import TokenSamplingOptions, sample_tokens
 from temper_trainer.rollout.weight_delta import DeltaBucket, StaleBaseError
@@ -313,7 +314,13 @@ class HfSampler:
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; see Sampler."""
         model = self._require_model()
-        self._check(requests, model)
+        config = model.config.get_text_config()
+        check_requests(
+            requests,
+            vocab_size=config.vocab_size,
+            max_length=config.max_position_embeddings,
+            limit=f"the model has {config.max_position_embeddings}:",
+        )
         decoding = ContinuousBatchDecoder(
             requests,
             model=model,
@@ -375,33 +382,6 @@ class HfSampler:
     def close(self) -> None:
         """Free the model."""
         self._model = self._targets = None
-
-    def _check(self, requests: Sequence[SamplingRequest], model: PreTrainedModel) -> None:
-        config = model.config.get_text_config()
-        if len({request.request_id for request in requests}) != len(requests):
-            raise ConfigError(
-                "two sampling requests share a request_id: give each request its own id."
-            )
-        for request in requests:
-            length = len(request.prompt_tokens) + request.sampling.max_tokens
-            if (
-                not request.prompt_tokens
-                or max(request.prompt_tokens) >= config.vocab_size
-                or min(request.prompt_tokens) < 0
-            ):
-                raise ConfigError(
-                    f"request {request.request_id} has the prompt {request.prompt_tokens!s:.80}, "
-                    "but a prompt needs at least one token and ids from 0 to "
-                    f"{config.vocab_size - 1}: check that data.tokenizer.path belongs to the model."
-                )
-            if length > config.max_position_embeddings:
-                raise ConfigError(
-                    f"request {request.request_id} needs {length} positions (a prompt of "
-                    f"{len(request.prompt_tokens)} tokens and sampling.max_tokens = "
-                    f"{request.sampling.max_tokens}), but the model has "
-                    f"{config.max_position_embeddings}: lower data.max_prompt_tokens or "
-                    "sampling.max_tokens."
-                )
 
     def _make_recorder(self) -> ExpertRecorder:
         model = self._require_model()

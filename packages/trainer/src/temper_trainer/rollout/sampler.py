@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Protocol, runtime_checkable
 
-from temper_engine_api.errors import TemperError
+from temper_engine_api.errors import ConfigError, TemperError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.types import Completion, SamplingRequest
 
@@ -24,8 +24,9 @@ class Sampler(Protocol):
         Only one call may be open at a time.
 
         Raises:
-            ConfigError: If prompt and `max_tokens` together are longer than the model allows, or
-                two requests have the same id.
+            RefusedRequestError: If prompt and `max_tokens` together are longer than the model
+                allows, or a token id does not exist. No request is then completed.
+            ConfigError: If two requests have the same id.
         """
         ...
 
@@ -66,7 +67,7 @@ class StreamingSampler(Sampler, Protocol):
                 request moves to another server.
 
         Raises:
-            ConfigError: See `sample`.
+            RefusedRequestError: See `sample`. Other requests are not affected.
         """
         ...
 
@@ -81,6 +82,53 @@ class InterruptibleSampler(Sampler, Protocol):
         Unfinished completions have FinishReason.INTERRUPTED.
         """
         ...
+
+
+class RefusedRequestError(ConfigError):
+    """A sampler cannot complete a request; it can complete others."""
+
+    def __init__(self, message: str, request_id: int | None = None) -> None:
+        super().__init__(message, request_id)  # both, because a copy from a process is made of them
+        self.request_id = request_id
+        """Id of the request; None if the caller sent only one."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+def check_requests(
+    requests: Sequence[SamplingRequest], *, vocab_size: int, max_length: int, limit: str
+) -> None:
+    """Refuse requests that a sampler cannot complete.
+
+    Args:
+        requests: Requests of one call.
+        vocab_size: Token ids are below it.
+        max_length: Maximum length of a prompt with its completion.
+        limit: Names this length in the message, and what could raise it.
+
+    Raises:
+        RefusedRequestError: Names the request and the key to change.
+        ConfigError: If two requests have the same id.
+    """
+    if len({request.request_id for request in requests}) != len(requests):
+        raise ConfigError("two sampling requests share a request_id: give each request its own id.")
+    for request in requests:
+        tokens, max_tokens = request.prompt_tokens, request.sampling.max_tokens
+        problem = None
+        if not tokens or max(tokens) >= vocab_size or min(tokens) < 0:
+            problem = (
+                f"has the prompt {tokens!s:.80}, but a prompt needs at least one token and ids "
+                f"from 0 to {vocab_size - 1}: check that data.tokenizer.path belongs to the model."
+            )
+        elif len(tokens) + max_tokens > max_length:
+            problem = (
+                f"needs {len(tokens) + max_tokens} positions (a prompt of {len(tokens)} tokens and "
+                f"sampling.max_tokens = {max_tokens}), but {limit} lower data.max_prompt_tokens or "
+                "sampling.max_tokens."
+            )
+        if problem is not None:
+            raise RefusedRequestError(f"request {request.request_id} {problem}", request.request_id)
 
 
 class ReplicaError(TemperError, RuntimeError):

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from temper_engine_api.errors import ConfigError
 from temper_engine_api.weights import NamedWeight
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 Script = Callable[[SamplingRequest], Sequence[int]]
@@ -51,9 +51,9 @@ class ScriptedSampler:
         """Return the completion of a request, interrupted after `num_tokens` tokens if given."""
         tokens = tuple(self._script(request))[: request.sampling.max_tokens]
         if not tokens:
-            raise ConfigError(
-                f"the script returned no tokens for request {request.request_id}: return at least "
-                "one."
+            raise RefusedRequestError(
+                f"request {request.request_id} has a script without tokens: return at least one.",
+                request.request_id,
             )
         is_interrupted = num_tokens is not None and num_tokens < len(tokens)
         tokens = tokens[:num_tokens]

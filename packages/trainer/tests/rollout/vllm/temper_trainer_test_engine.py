@@ -19,6 +19,7 @@ from temper_engine_api.specs import ModelSpec
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.packed_bucket import PackedBucket, open_weight_file, unpack_tensors
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.vllm.messages import Call, Hello, Ready, ServerSpec, decode, encode
 from temper_trainer.rollout.vllm.server import ServerLoop, read_messages
 from temper_trainer.rollout.weight_channel import (
@@ -45,6 +46,7 @@ class TransformersEngine:
             tokenizer=tokenizer,
             config=RolloutConfig(max_concurrent=64),
         )
+        self._max_length = architecture["max_position_embeddings"]
         self._channel: WeightChannel | None = None
         self._open: list[tuple[tuple[int, int], SamplingRequest]] = []
 
@@ -54,7 +56,9 @@ class TransformersEngine:
         return not self._open
 
     def add(self, key: tuple[int, int], request: SamplingRequest) -> None:
-        """Start a request."""
+        """Start a request; refuse one that is too long, as vLLM does."""
+        if len(request.prompt_tokens) > self._max_length:
+            raise RefusedRequestError(f"request {request.request_id} is too long.")
         self._open.append((key, request))
 
     def step(self) -> list[tuple[tuple[int, int], Completion]]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,17 @@ import pytest
 import torch
 
 from packages.trainer.tests.rollout.conftest import Pairs
-from packages.trainer.tests.rollout.models_for_tests import make_prompts, make_requests
+from packages.trainer.tests.rollout.models_for_tests import (
+    make_prompts,
+    make_requests,
+    make_tokenizer,
+)
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.vllm.server_process import ServerProcess
-from temper_trainer.types import Completion, FinishReason
+from temper_trainer.types import Completion, FinishReason, SamplingRequest
 
 from .conftest import Serve, Served
 
@@ -141,6 +147,29 @@ def test_stop_text_ends_a_completion_and_is_part_of_it(served: Served) -> None:
     assert tuple(stopped.tokens) == served.pair.sampler().sample(stopping)[0].tokens
 
 
+def test_request_that_vllm_refuses_affects_neither_the_server_nor_other_requests(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The sampler would refuse it first, if it knew the limit of the server.
+    monkeypatch.setattr(served.sampler, "_spec", replace(served.sampler._spec, max_length=1000))
+    requests = make_requests([*make_prompts(3), [5] * 300], GREEDY)
+    restarts = served.sampler.num_restarts
+
+    async def sample_all() -> list[Completion | BaseException]:
+        coroutines = map(served.sampler.sample_one, requests)
+        return await asyncio.gather(*coroutines, return_exceptions=True)
+
+    *completions, refused = asyncio.run(sample_all())
+    assert isinstance(refused, RefusedRequestError)
+    assert "rollout replica 0: vLLM refuses request 3: " in str(refused)
+    assert completions == served.sampler.sample(requests[:3])
+    # In one call, the requests before it are dropped.
+    with pytest.raises(RefusedRequestError, match="vLLM refuses request 3"):
+        served.sampler.sample(requests)
+    assert completions == served.sampler.sample(requests[:3])
+    assert served.sampler.num_restarts == restarts
+
+
 def test_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> None:
     version = served.sampler.weight_version
     before = served.sampler.sample(make_requests(make_prompts(2), GREEDY))
@@ -193,6 +222,66 @@ def test_interrupted_completions_continue_under_new_weights_with_token_versions(
         )
         if completion.token_versions:
             assert completion.rollout_logprobs == pytest.approx(expected, abs=LONG_TOLERANCE)
+
+
+class PublishesAfter:
+    """Interrupts every completion after some tokens, and publishes weights before they continue."""
+
+    def __init__(self, served: Served, *, num_tokens: int, num_requests: int) -> None:
+        self._served = served
+        self._num_tokens = num_tokens
+        self._barrier = asyncio.Barrier(num_requests)
+        self._interrupted: set[int] = set()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._served.sampler, name)
+
+    async def sample_one(
+        self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
+    ) -> Completion:
+        if request.request_id in self._interrupted:
+            return await self._served.sampler.sample_one(request, on_server=on_server)
+        self._interrupted.add(request.request_id)
+        short = replace(request, sampling=replace(request.sampling, max_tokens=self._num_tokens))
+        completion = await self._served.sampler.sample_one(short, on_server=on_server)
+        if await self._barrier.wait() == 0:
+            self._served.publish_next()
+        await self._barrier.wait()
+        return replace(completion, finish_reason=FinishReason.INTERRUPTED)
+
+
+def test_stop_text_is_found_across_a_weight_sync(served: Served) -> None:
+    greedy = make_requests(make_prompts(6, seed=4), SamplingConfig(temperature=0, max_tokens=30))
+    tokenizer, hf = make_tokenizer(), served.pair.sampler()
+    requests = [
+        replace(
+            request,
+            sampling=replace(
+                request.sampling, stop=(str(tokenizer.decode(completion.tokens[2:5])),)
+            ),
+        )
+        for request, completion in zip(greedy, hf.sample(greedy), strict=True)
+        if len(completion.tokens) > 5
+    ]
+    expected = hf.sample(requests)
+    requests = [each for each, end in zip(requests, expected, strict=True) if len(end.tokens) == 5]
+    assert requests
+    first = served.sampler.weight_version
+
+    async def sample_all() -> list[Completion]:
+        publishing = PublishesAfter(served, num_tokens=3, num_requests=len(requests))
+        sampler = AsyncSampler(publishing, interrupts=True, tokenizer=tokenizer)  # type: ignore[arg-type]
+        cohort = Cohort(num_open=len(requests))
+        return await asyncio.gather(
+            *(sampler.sample(each, cohort=cohort, index=i) for i, each in enumerate(requests))
+        )
+
+    # The published weights are the same, so the tokens are those without an interruption.
+    for completion, of_hf in zip(asyncio.run(sample_all()), hf.sample(requests), strict=True):
+        assert list(completion.tokens) == list(of_hf.tokens)
+        assert completion.finish_reason == FinishReason.STOP_TEXT
+        assert list(completion.token_versions) == [first] * 3 + [first + 1] * 2
+        assert completion.rollout_logprobs == pytest.approx(of_hf.rollout_logprobs, abs=TOLERANCE)
 
 
 def test_restarted_server_gives_the_same_completions(served: Served) -> None:

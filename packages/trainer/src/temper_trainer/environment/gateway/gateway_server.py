@@ -33,6 +33,7 @@ from temper_trainer.environment.gateway.responses import (
 )
 from temper_trainer.environment.protocol import RolloutLimitError, SampleFunction
 from temper_trainer.environment.tool_calls import CallMarkers
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.types import Completion, FinishReason
 
 MAX_BODY_BYTES = 16 << 20
@@ -156,11 +157,10 @@ class GatewayServer:
                 return _refuse(401, message, kind="authentication_error")
             try:
                 return await answer(session, request)
-            except RequestError as error:
-                return _refuse(400, str(error), kind="invalid_request_error")
-            except RolloutLimitError as error:
-                # Clients repeat requests after some other statuses.
-                return _refuse(400, str(error), kind="invalid_request_error", code="rollout_limit")
+            # Clients repeat requests after some other statuses.
+            except (RequestError, RolloutLimitError, RefusedRequestError) as error:
+                code = _ERROR_CODES.get(type(error))
+                return _refuse(400, str(error), kind="invalid_request_error", code=code)
 
         return handle
 
@@ -175,6 +175,11 @@ class GatewayServer:
         ]
         return sessions[0] if sessions else None
 
+
+_ERROR_CODES: Mapping[type[Exception], str] = {
+    RolloutLimitError: "rollout_limit",
+    RefusedRequestError: "refused_request",
+}
 
 _Answer = Callable[[GatewaySession, web.Request], Awaitable[web.StreamResponse]]
 

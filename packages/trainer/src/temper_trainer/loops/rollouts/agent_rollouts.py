@@ -21,6 +21,7 @@ from temper_trainer.environment.protocol import (
 from temper_trainer.loops.rollouts.multi_turn import Conversation, RolloutLimits
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import RolloutTrace, Span
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.types import Branch, Completion, SamplingRequest, Turn
 
 
@@ -58,7 +59,7 @@ class AgentCalls:
     is_over_limit: bool = False
     """True if a request was refused because of a limit."""
     sampler_error: Exception | None = None
-    """Error of the sampler, which is not the agent's failure."""
+    """Error of the sampler as a whole, which is not the agent's failure."""
     is_ended: bool = False
     """True when the agent has ended; requests may still be open."""
     _working_since: float = field(default_factory=time.perf_counter)
@@ -79,6 +80,8 @@ class AgentCalls:
         try:
             async with nullcontext() if self.is_concurrent else self._lock:
                 completion = await self.sample_request(request)
+        except RefusedRequestError:
+            raise  # the agent may send another request
         except Exception as error:
             self.sampler_error = error
             self._set_deadline(asyncio.get_running_loop().time())

@@ -45,7 +45,7 @@ from temper_trainer.loops.rollouts.multi_turn import (
 from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace, Span
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
-from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.rollout.sampler import RefusedRequestError, Sampler
 from temper_trainer.types import Completion, Prompt, SamplingRequest
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class IdleAgentError(TemperError, RuntimeError):
 
 
 class RolloutFailureError(TemperError, RuntimeError):
-    """So many environments failed that training on the other rollouts would be misleading."""
+    """So many rollouts failed that training on the others would be misleading."""
 
 
 NamedEnvironment = tuple[EnvironmentConfig, EnvironmentFactory]
@@ -98,6 +98,7 @@ class RolloutScheduler:
         environment: EnvironmentConfig | None = None,
         make_environment: EnvironmentFactory | None = None,
         named_environments: Mapping[str, NamedEnvironment] | None = None,
+        max_failure_fraction: float = 0.0,
         max_sampling: int | None = None,
         interrupts: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -113,6 +114,8 @@ class RolloutScheduler:
             make_environment: Makes the environment of a rollout; None for single-turn rollouts.
             named_environments: Configuration and factory of other environments, by the name in
                 `Prompt.environment`.
+            max_failure_fraction: Maximum fraction of the rollouts without an environment that may
+                fail.
             max_sampling: Maximum number of open requests to a streaming sampler. Other requests
                 wait in the scheduler and later start with newer weights.
             interrupts: Interrupt open requests in a pause; False waits for them.
@@ -123,6 +126,7 @@ class RolloutScheduler:
                 check them.
         """
         self._vocab_size = vocab_size
+        self._max_failure_fraction = max_failure_fraction
         self._pools = {
             name: EnvironmentPool(
                 config=config, make=make, limit=PriorityLimit(config.max_concurrent)
@@ -252,11 +256,13 @@ class RolloutScheduler:
 
         Returns:
             Conversations in the order of the requests, and metrics of turns and tools. A
-            conversation whose environment failed has a `failure`.
+            conversation whose environment failed, or of which the sampler refused a request, has a
+            `failure`.
 
         Raises:
             RolloutFailureError: If a larger fraction failed than
-                environment.max_failure_fraction; without such a fraction, the environment's error.
+                environment.max_failure_fraction, or without an environment than
+                rollout.max_failure_fraction. If the fraction is 0, the error of the first.
         """
         if not requests:
             return [], {}
@@ -267,6 +273,7 @@ class RolloutScheduler:
             sampler=self._sampler,
             pools=self._pools,
             threads=self._environment_threads,
+            max_failure_fraction=self._max_failure_fraction,
             vocab_size=self._vocab_size,
             given=given or {},
             on_start=on_start,
@@ -299,7 +306,7 @@ class RolloutScheduler:
 
 
 class _RolloutFailedError(Exception):
-    """The environment of a rollout failed; `__cause__` is its error."""
+    """A rollout failed; `__cause__` is the error of its environment or of its request."""
 
 
 class _Round:
@@ -314,6 +321,7 @@ class _Round:
         sampler: AsyncSampler,
         pools: Mapping[str, EnvironmentPool],
         threads: DaemonThreads,
+        max_failure_fraction: float,
         vocab_size: int | None,
         given: Mapping[int, Conversation],
         on_start: Callable[[int], None] | None,
@@ -327,6 +335,7 @@ class _Round:
         self._sampler = sampler
         self._pools = pools
         self._threads = threads
+        self._max_failure_fraction = max_failure_fraction
         self._vocab_size = vocab_size
         self._num_rollouts = Counter(prompt.environment for prompt in prompts)
         self._num_failures: Counter[str] = Counter()
@@ -340,9 +349,12 @@ class _Round:
             pool = self._find_pool(index)
             if pool is None:
                 conversation = Conversation(request=self._requests[index], trace=trace)
-                conversation.add(
-                    await self._sample(self._requests[index], index=index, trace=trace)
-                )
+                try:
+                    conversation.add(
+                        await self._sample(self._requests[index], index=index, trace=trace)
+                    )
+                except RefusedRequestError as error:
+                    conversation.failure = self._count_failure(error, index=index)
                 return conversation
             limits = RolloutLimits.from_config(pool.config, self._requests[index].sampling)
             num_retries = 0
@@ -362,9 +374,7 @@ class _Round:
                         return conversation
                     num_retries += 1
                     logger.warning(
-                        "a rollout starts again, because its environment failed: %s: %s",
-                        type(error).__name__,
-                        error,
+                        "a rollout starts again, because it failed: %s", _describe_failure(error)
                     )
                 else:
                     return conversation
@@ -382,7 +392,8 @@ class _Round:
         """Make an environment, run it to its end and close it.
 
         Raises:
-            _RolloutFailedError: If it raises, takes too long, or returns what cannot be trained.
+            _RolloutFailedError: If it raises, takes too long, or returns what cannot be trained, or
+                if the sampler refuses a request.
         """
         try:
             environment = make()
@@ -398,7 +409,7 @@ class _Round:
                 await self._converse(
                     environment, conversation=conversation, index=index, limits=limits
                 )
-        except InvalidAnswerError as error:
+        except (InvalidAnswerError, RefusedRequestError) as error:
             raise _RolloutFailedError from error
         finally:
             await self._close(environment, index=index)
@@ -566,16 +577,22 @@ class _Round:
         """
         name = self._prompts[index].environment
         self._num_failures[name] += 1
-        fraction = self._pools[name].config.max_failure_fraction
+        pool = self._pools.get(name)
+        key = "rollout" if pool is None else "environment"
+        fraction = self._max_failure_fraction if pool is None else pool.config.max_failure_fraction
         num_rollouts = self._num_rollouts[name]
         if fraction == 0:
             raise error
-        reason = f"environment: {type(error).__name__}: {error}"
+        reason = _describe_failure(error)
         if self._num_failures[name] > fraction * num_rollouts:
             raise RolloutFailureError(
-                f"the environments of {self._num_failures[name]} of {num_rollouts} rollouts "
-                f"failed: more than environment.max_failure_fraction = {fraction:g}. The last: "
-                f"{reason}"
+                f"{self._num_failures[name]} of {num_rollouts} rollouts failed: more than "
+                f"{key}.max_failure_fraction = {fraction:g}. The last: {reason}"
             ) from error
-        logger.warning("a rollout is left out, because its environment failed: %s", reason)
+        logger.warning("a rollout is left out, because it failed: %s", reason)
         return reason
+
+
+def _describe_failure(error: BaseException) -> str:
+    part = "sampler" if isinstance(error, RefusedRequestError) else "environment"
+    return f"{part}: {type(error).__name__}: {error}"

@@ -22,7 +22,7 @@ class ScoredRollout:
     text: str
     """Everything after the prompt, without special tokens."""
     item: ScoredItem | None
-    """Result of the scorer; None if the environment failed."""
+    """Result of the scorer; None if the rollout failed."""
     ended_at: float
     """`time.perf_counter` when the rollout ended, before it was scored."""
     scored_at: float
@@ -37,7 +37,7 @@ class ScoredRollout:
 
     @property
     def reward(self) -> float | None:
-        """Score plus the environment's rewards; None if the environment or scoring failed."""
+        """Score plus the environment's rewards; None if the rollout or its scoring failed."""
         score = self.score.reward
         return None if score is None else score + self.conversation.reward
 
@@ -98,7 +98,7 @@ async def run_scored_rollouts(
 async def _score(
     index: int, conversation: Conversation, *, prompt: Prompt, text: str, scoring: ScoringRound
 ) -> ScoredRollout:
-    """Score a rollout that has ended, unless its environment failed."""
+    """Score a rollout that has ended, unless it failed."""
     ended_at = time.perf_counter()
     item = None
     if conversation.failure is None:
@@ -120,13 +120,15 @@ async def _score(
 def measure_scoring(
     rollouts: Sequence[ScoredRollout], *, scorer: Scorer, config: TrainerConfig
 ) -> dict[str, float]:
-    """Return the metrics of rewards and, with an environment, of turns and tools.
+    """Return the metrics of rewards and failures and, with an environment, of turns and tools.
 
     The turns of given completions do not count.
     """
     items = [each.item for each in rollouts if each.item is not None]
     metrics = scorer.measure(items)
     if not config.all_environments:
+        if config.rollout.max_failure_fraction:
+            metrics["rollout/failed"] = float(len(rollouts) - len(items))
         return metrics
     sampled = [each for each in rollouts if not each.conversation.is_given]
     metrics |= measure_turns([each.conversation for each in sampled])

@@ -302,6 +302,7 @@ def _open_scheduler(
         named_environments={
             name: (each, make_factory(each)) for name, each in config.environments.items()
         },
+        max_failure_fraction=rollout.max_failure_fraction,
         # A second request for each place of a server waits there, so that none stays empty. The
         # servers are counted, because rollout.num_replicas does not count those that run already.
         max_sampling=2

@@ -1,37 +1,10 @@
-"""Check requests before they are sent to a server, and completions when they return."""
+"""Check the completions that a server returns."""
 
 import math
-from collections.abc import Sequence
 
-from temper_engine_api.errors import ConfigError, WeightError
+from temper_engine_api.errors import WeightError
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.types import Completion, FinishReason, SamplingRequest
-
-
-def check_requests(requests: Sequence[SamplingRequest], spec: ServerSpec) -> None:
-    """Refuse requests that no server can answer.
-
-    Raises:
-        ConfigError: Names the request and the key to change.
-    """
-    if len({request.request_id for request in requests}) != len(requests):
-        raise ConfigError("two sampling requests share a request_id: give each request its own id.")
-    for request in requests:
-        tokens, vocab_size = request.prompt_tokens, spec.vocab_size
-        if not tokens or max(tokens) >= vocab_size or min(tokens) < 0:
-            raise ConfigError(
-                f"request {request.request_id} has the prompt {tokens!s:.80}, but a prompt needs "
-                f"at least one token and ids from 0 to {vocab_size - 1}: check that "
-                "data.tokenizer.path belongs to the model."
-            )
-        length = len(tokens) + request.sampling.max_tokens
-        if length > spec.max_length:
-            raise ConfigError(
-                f"request {request.request_id} needs {length} positions (a prompt of {len(tokens)} "
-                f"tokens and sampling.max_tokens = {request.sampling.max_tokens}), but "
-                f"rollout.vllm.max_model_len is {spec.max_length}: raise it, or lower "
-                "data.max_prompt_tokens or sampling.max_tokens."
-            )
 
 
 def check_completion(

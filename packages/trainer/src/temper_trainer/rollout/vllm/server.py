@@ -105,13 +105,19 @@ class ServerLoop:
 
     def _sample(self, number: int, requests: list[SamplingRequest]) -> None:
         self._sampling[number] = [None] * len(requests)
-        for index, request in enumerate(requests):
-            self._engine.add((number, index), request)
+        try:
+            for index, request in enumerate(requests):
+                self._engine.add((number, index), request)
+        except Exception:
+            del self._sampling[number]
+            raise
         if not requests:
             self._answer(number, "sample", self._sampling.pop(number))
 
     def _finish(self, key: "RequestKey", completion: Completion) -> None:
         number, index = key
+        if number not in self._sampling:
+            return  # a later request of this call was refused
         self._sampling[number][index] = PackedCompletion.pack(completion)
         self._num_unreported += 1
         if None not in self._sampling[number]:

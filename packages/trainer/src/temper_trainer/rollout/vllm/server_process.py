@@ -19,7 +19,7 @@ from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
 from temper_trainer.progress import advance_progress
-from temper_trainer.rollout.sampler import ReplicaError
+from temper_trainer.rollout.sampler import RefusedRequestError, ReplicaError
 from temper_trainer.rollout.vllm.messages import (
     Call,
     CallError,
@@ -54,6 +54,7 @@ EXIT_GRACE_S = 5.0
 """Time for a server that closed its connection to exit. It often logs the cause after closing."""
 _ERROR_CLASSES: dict[str, type[TemperError]] = {
     "ConfigError": ConfigError,
+    "RefusedRequestError": RefusedRequestError,
     "WeightError": WeightError,
     "StaleBaseError": StaleBaseError,
 }

@@ -10,12 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from vllm import LLM, RequestOutput, SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.rollout.packed_bucket import PackedBucket, check_digest, open_weight_file
+from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.vllm import weight_transfer
 from temper_trainer.rollout.vllm.messages import Ready, ServerSpec
 from temper_trainer.rollout.vllm.server_methods import PromptLogprobs
@@ -108,7 +110,11 @@ class VllmEngine:
         return locations
 
     def add(self, key: RequestKey, request: SamplingRequest) -> None:
-        """Start a request."""
+        """Start a request.
+
+        Raises:
+            RefusedRequestError: If vLLM does not accept it.
+        """
         sampling = request.sampling
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -133,7 +139,12 @@ class VllmEngine:
         )
         name = f"{key[0]}-{key[1]}"
         prompt = {"prompt_token_ids": list(request.prompt_tokens)}
-        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
+        try:
+            self._engine.add_request(name, prompt, params, lora_request=self._adapter)
+        # Since vLLM 0.27, the latter is no ValueError.
+        except (ValueError, VLLMValidationError) as error:
+            message = f"vLLM refuses request {request.request_id}: {error}"
+            raise RefusedRequestError(message, request.request_id) from error
         self._open[name] = (key, _OpenRequest(request=request))
 
     def step(self) -> list[tuple[RequestKey, Completion]]:

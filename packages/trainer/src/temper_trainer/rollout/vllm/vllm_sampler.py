@@ -19,10 +19,10 @@ from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.progress import track_wait
-from temper_trainer.rollout.sampler import Replica, ReplicaError
+from temper_trainer.rollout.sampler import Replica, ReplicaError, check_requests
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.replica_pool import Member, MemberState, ReplicaPool, StartLoad
-from temper_trainer.rollout.vllm.request_checks import check_completion, check_requests
+from temper_trainer.rollout.vllm.request_checks import check_completion
 from temper_trainer.rollout.vllm.vllm_versions import describe_versions, find_untested_warning
 from temper_trainer.types import Completion, SamplingRequest
 
@@ -122,7 +122,7 @@ class VllmSampler:
 
     def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
         """Return one completion per request; requests of a dead replica are repeated."""
-        check_requests(requests, self._spec)
+        self._check(requests)
         completions: dict[int, Completion] = {}
         pending = list(range(len(requests)))
         while pending:
@@ -133,7 +133,7 @@ class VllmSampler:
         self, request: SamplingRequest, *, on_server: Callable[[int], None] | None = None
     ) -> Completion:
         """Return one request's completion; it is repeated if its replica dies."""
-        check_requests([request], self._spec)
+        self._check([request])
         while True:
             call = await self._send_without_blocking(request)
             if on_server is not None:
@@ -153,6 +153,14 @@ class VllmSampler:
                 )
             finally:
                 self._pool.release(call.member, [request])
+
+    def _check(self, requests: Sequence[SamplingRequest]) -> None:
+        check_requests(
+            requests,
+            vocab_size=self._spec.vocab_size,
+            max_length=self._spec.max_length,
+            limit=f"rollout.vllm.max_model_len is {self._spec.max_length}: raise it, or",
+        )
 
     async def _send_without_blocking(self, request: SamplingRequest) -> "_Call":
         # Use a thread only when the lock is taken, to restart a replica or load weights.
