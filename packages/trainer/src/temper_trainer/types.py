@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 
 if TYPE_CHECKING:
@@ -116,6 +117,18 @@ class SamplingRequest:
     session: int | None = None
     """Requests with the same session go to the same replica, to use its prefix cache. None derives
     it from the prompt."""
+
+
+class RefusedRequestError(ConfigError):
+    """A sampler cannot complete a request; it can complete others."""
+
+    def __init__(self, message: str, request_id: int | None = None) -> None:
+        super().__init__(message, request_id)  # both, because a copy from a process is made of them
+        self.request_id = request_id
+        """Id of the request; None if the caller sent only one."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

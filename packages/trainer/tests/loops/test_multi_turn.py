@@ -34,9 +34,8 @@ from temper_trainer.loops.rollouts.rollout_scheduler import (
     RolloutFailureError,
     RolloutScheduler,
 )
-from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
-from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
+from temper_trainer.types import Completion, Prompt, RefusedRequestError, Rollout, SamplingRequest
 
 WORDS = ["<eos>", "<unk>", *"0123456789", "+", "-", "*", "=", "#", "\n", " ", "12", "error", ":"]
 IDS = {word: i for i, word in enumerate(WORDS)}

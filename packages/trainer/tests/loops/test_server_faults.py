@@ -20,7 +20,7 @@ from temper_trainer.config_loading import load
 from temper_trainer.loops import RunResult
 from temper_trainer.loops.rl_loop import StepLoop
 from temper_trainer.loops.rl_step import StepResult
-from temper_trainer.rollout.sampler import RefusedRequestError, Replica, ReplicaError
+from temper_trainer.rollout.sampler import Replica, ReplicaError
 from temper_trainer.rollout.vllm import server_process
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.remote_server import RemoteServer
@@ -29,7 +29,7 @@ from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.server_spec import build_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.runtime import vllm_servers
-from temper_trainer.types import Completion
+from temper_trainer.types import Completion, RefusedRequestError
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]

@@ -10,8 +10,13 @@ import torch
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
-from temper_trainer.rollout.sampler import RefusedRequestError
-from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
+from temper_trainer.types import (
+    Completion,
+    FinishReason,
+    RefusedRequestError,
+    SamplingRequest,
+    pack_completion,
+)
 
 NUM_TOKENS = 4096
 

@@ -6,9 +6,9 @@ import torch
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import SamplingConfig
-from temper_trainer.rollout.sampler import RefusedRequestError, Sampler
+from temper_trainer.rollout.sampler import Sampler
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler
-from temper_trainer.types import FinishReason
+from temper_trainer.types import FinishReason, RefusedRequestError
 
 
 def test_script_is_truncated_at_max_tokens_and_has_the_version() -> None:

@@ -18,12 +18,17 @@ from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.sampler import (
     InterruptibleSampler,
-    RefusedRequestError,
     Sampler,
     StreamingSampler,
 )
 from temper_trainer.rollout.stop_texts import cut_continuation
-from temper_trainer.types import Completion, FinishReason, SamplingRequest, pack_completion
+from temper_trainer.types import (
+    Completion,
+    FinishReason,
+    RefusedRequestError,
+    SamplingRequest,
+    pack_completion,
+)
 
 _INTERRUPT_INTERVAL_S = 0.5
 """Interrupts are repeated: one may come before the sampler has received a request."""

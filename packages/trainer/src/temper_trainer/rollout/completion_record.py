@@ -18,10 +18,10 @@ from typing import IO, TYPE_CHECKING, TypedDict
 
 from temper_engine_api.errors import ConfigError
 from temper_trainer.config.rollout import RECORD_FILE
-from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.types import (
     Completion,
     FinishReason,
+    RefusedRequestError,
     SamplingRequest,
     pack_logprobs,
     pack_tokens,

@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.types import Completion, SamplingRequest
+from temper_trainer.types import Completion, RefusedRequestError, SamplingRequest
 
 
 @runtime_checkable
@@ -82,18 +82,6 @@ class InterruptibleSampler(Sampler, Protocol):
         Unfinished completions have FinishReason.INTERRUPTED.
         """
         ...
-
-
-class RefusedRequestError(ConfigError):
-    """A sampler cannot complete a request; it can complete others."""
-
-    def __init__(self, message: str, request_id: int | None = None) -> None:
-        super().__init__(message, request_id)  # both, because a copy from a process is made of them
-        self.request_id = request_id
-        """Id of the request; None if the caller sent only one."""
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 def check_requests(

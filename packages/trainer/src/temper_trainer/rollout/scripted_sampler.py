@@ -5,8 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from temper_engine_api.weights import NamedWeight
-from temper_trainer.rollout.sampler import RefusedRequestError
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, RefusedRequestError, SamplingRequest
 
 Script = Callable[[SamplingRequest], Sequence[int]]
 """Returns the tokens that complete a request. Must be deterministic."""

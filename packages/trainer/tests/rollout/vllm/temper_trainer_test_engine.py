@@ -19,7 +19,6 @@ from temper_engine_api.specs import ModelSpec
 from temper_trainer.config.rollout import RolloutConfig
 from temper_trainer.rollout.hf_sampler import HfSampler
 from temper_trainer.rollout.packed_bucket import PackedBucket, open_weight_file, unpack_tensors
-from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.vllm.messages import Call, Hello, Ready, ServerSpec, decode, encode
 from temper_trainer.rollout.vllm.server import ServerLoop, read_messages
 from temper_trainer.rollout.weight_channel import (
@@ -28,7 +27,7 @@ from temper_trainer.rollout.weight_channel import (
     join_channel,
     locate_device,
 )
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, RefusedRequestError, SamplingRequest
 
 
 class TransformersEngine:

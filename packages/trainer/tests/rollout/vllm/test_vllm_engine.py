@@ -20,9 +20,8 @@ from packages.trainer.tests.rollout.models_for_tests import (
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
-from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.vllm.server_process import ServerProcess
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, RefusedRequestError, SamplingRequest
 
 from .conftest import Serve, Served
 

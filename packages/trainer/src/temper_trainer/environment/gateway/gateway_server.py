@@ -33,8 +33,7 @@ from temper_trainer.environment.gateway.responses import (
 )
 from temper_trainer.environment.protocol import RolloutLimitError, SampleFunction
 from temper_trainer.environment.tool_calls import CallMarkers
-from temper_trainer.rollout.sampler import RefusedRequestError
-from temper_trainer.types import Completion, FinishReason
+from temper_trainer.types import Completion, FinishReason, RefusedRequestError
 
 MAX_BODY_BYTES = 16 << 20
 """Longer requests are refused."""

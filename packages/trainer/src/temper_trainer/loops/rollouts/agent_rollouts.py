@@ -21,8 +21,7 @@ from temper_trainer.environment.protocol import (
 from temper_trainer.loops.rollouts.multi_turn import Conversation, RolloutLimits
 from temper_trainer.loops.run.seeds import derive_seed
 from temper_trainer.metrics.timeline import RolloutTrace, Span
-from temper_trainer.rollout.sampler import RefusedRequestError
-from temper_trainer.types import Branch, Completion, SamplingRequest, Turn
+from temper_trainer.types import Branch, Completion, RefusedRequestError, SamplingRequest, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,8 +45,8 @@ from temper_trainer.loops.rollouts.multi_turn import (
 from temper_trainer.metrics.timeline import OccupancyGauge, RolloutTrace, Span
 from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
-from temper_trainer.rollout.sampler import RefusedRequestError, Sampler
-from temper_trainer.types import Completion, Prompt, SamplingRequest
+from temper_trainer.rollout.sampler import Sampler
+from temper_trainer.types import Completion, Prompt, RefusedRequestError, SamplingRequest
 
 logger = logging.getLogger(__name__)
 

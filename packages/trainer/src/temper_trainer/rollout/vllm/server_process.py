@@ -19,7 +19,7 @@ from typing import cast
 
 from temper_engine_api.errors import ConfigError, TemperError, WeightError
 from temper_trainer.progress import advance_progress
-from temper_trainer.rollout.sampler import RefusedRequestError, ReplicaError
+from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm.messages import (
     Call,
     CallError,
@@ -44,7 +44,7 @@ from temper_trainer.rollout.vllm.vllm_versions import (
     find_temper_version,
 )
 from temper_trainer.rollout.weight_delta import StaleBaseError
-from temper_trainer.types import Completion, SamplingRequest
+from temper_trainer.types import Completion, RefusedRequestError, SamplingRequest
 
 logger = logging.getLogger(__name__)
 

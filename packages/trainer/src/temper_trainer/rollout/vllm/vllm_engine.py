@@ -17,13 +17,12 @@ from vllm.sampling_params import RequestOutputKind
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_trainer.rollout.packed_bucket import PackedBucket, check_digest, open_weight_file
-from temper_trainer.rollout.sampler import RefusedRequestError
 from temper_trainer.rollout.vllm import weight_transfer
 from temper_trainer.rollout.vllm.messages import Ready, ServerSpec
 from temper_trainer.rollout.vllm.server_methods import PromptLogprobs
 from temper_trainer.rollout.weight_channel import ChannelSpec
 from temper_trainer.rollout.weight_delta import DeltaManifest, StaleBaseError, open_delta_file
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, RefusedRequestError, SamplingRequest
 
 RequestKey = tuple[int, int]
 """Number of the `sample` call, and the request's index in it."""
