@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from temper_engine_fsdp.sharding.fsdp2 import _resolve_reshard
+
 SCRIPT = Path(__file__).with_name("train_as_rank.py")
 
 
@@ -93,3 +95,16 @@ def test_two_ranks_train_like_one(
             assert outcome["reductions"][0] == (2 if "together" in keeping else 3)
         for name, weight in one_rank["weights"].items():
             torch.testing.assert_close(outcome["weights"][name], weight, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("requested", "num_shards", "given"),
+    [(True, 2, True), (False, 2, False), (2, 4, 2), (4, 4, True), (1, 1, True), (False, 1, False)],
+)
+def test_parameters_are_resharded_as_configured(
+    requested: bool | int, num_shards: int, given: bool | int
+) -> None:
+    """torch reshards to a number of ranks only if it is smaller than the number of shards."""
+    value = _resolve_reshard(requested, num_shards=num_shards)
+    assert value == given
+    assert isinstance(value, bool) == isinstance(given, bool)

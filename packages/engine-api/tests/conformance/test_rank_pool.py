@@ -10,9 +10,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from staged_oracle import CONFORMANCE_LAYOUTS
 
 from temper_engine_api.conformance.harness.rank_pool import RankFailureError, RankPool
 from temper_engine_api.conformance.harness.rank_process import JobReply, pickle_reply
+from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.layout import default_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
@@ -61,6 +63,10 @@ def leave_only_together(rank):
 
 def hash_of(rank, *, word):
     return hash(word)
+
+
+def build(rank, *, setup):
+    rank.temporary_engine(setup)
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +163,13 @@ def test_device_tensors_arrive_on_the_cpu():
     arrived = pickle.loads(pickle_reply(JobReply(value={"gradient": measured})))
     assert type(arrived.value["gradient"]) is torch.Tensor
     assert arrived.value["gradient"].tolist() == [1.0, 2.0]
+
+
+def test_pool_knows_the_data_parallel_ranks_of_every_layout(shared):
+    """Failure messages name the data-parallel rank of a sequence."""
+    setup, pool = shared.oracle.make_setup(QWEN2_GROUPED), shared.rank_pool
+    for layout in (default_layout(2), *CONFORMANCE_LAYOUTS[:2]):
+        pool.run(
+            build, engine="staged_oracle:StagedOracle", layout=layout, arguments={"setup": setup}
+        )
+        assert pool.num_data_ranks == (1 if layout.fields else 2), layout.name

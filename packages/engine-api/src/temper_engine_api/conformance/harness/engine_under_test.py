@@ -29,11 +29,8 @@ class EngineUnderTest:
 
     @property
     def num_data_ranks(self) -> int:
-        """Number of data-parallel ranks, for layouts without engine settings.
-
-        The kit does not know what such settings mean; 1 then leaves ranks out of messages.
-        """
-        return 1 if self.layout.fields else self.layout.world_size
+        """Number of data-parallel ranks in the last job, for failure messages."""
+        return self.rank_pool.num_data_ranks
 
     def describe(self) -> str:
         """Return the layout and the models of the test, for a failure message."""

@@ -123,6 +123,8 @@ class Rank:
         self._compute: Compute = compute
         self._cached: dict[EngineSetup, BaseEngine] = {}
         self._temporary: list[BaseEngine] = []
+        self.num_data_ranks = 1
+        """Number of data-parallel ranks of the last engine that was built."""
 
     @property
     def world_size(self) -> int:
@@ -168,4 +170,5 @@ class Rank:
     def _start_engine(self, setup: EngineSetup) -> BaseEngine:
         engine = self.construct_engine(setup)
         engine.init_model()
+        self.num_data_ranks = engine.topology.dp.size
         return engine

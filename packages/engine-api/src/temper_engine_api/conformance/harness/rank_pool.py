@@ -65,6 +65,8 @@ class RankPool:
         self._num_groups = 0
         self._rendezvous: dict[str, str] = {}
         self._group_size = 0
+        self.num_data_ranks = 1
+        """Number of data-parallel ranks of the engine that ran the last job."""
 
     def run(
         self, job: Job[P, T], *, engine: str, layout: Layout, arguments: dict[str, object]
@@ -102,6 +104,7 @@ class RankPool:
         )
         self._group_size = layout.world_size
         replies = self._send_to(request, name, self._members[: layout.world_size])
+        self.num_data_ranks = replies[0].num_data_ranks
         return [reply.value for reply in replies]  # type: ignore[misc]  # T, as the job returned it
 
     def replace_group(self) -> None:

@@ -57,6 +57,8 @@ class JobReply:
 
     value: object = None
     """The job's return value."""
+    num_data_ranks: int = 1
+    """Number of data-parallel ranks of the last engine that this rank built."""
     error: str | None = None
     """The traceback if the job raised."""
 
@@ -119,7 +121,8 @@ class _RankServer:
             random.seed(0)
             torch.manual_seed(0)
             try:
-                return JobReply(value=_import_job(request.job)(rank, **request.arguments))
+                value = _import_job(request.job)(rank, **request.arguments)
+                return JobReply(value=value, num_data_ranks=rank.num_data_ranks)
             finally:
                 rank.close_temporary_engines()
         # A SystemExit would end the rank, and the session would see a death without a traceback.
