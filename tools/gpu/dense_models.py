@@ -192,10 +192,9 @@ def finish_row(running: Running, options: argparse.Namespace, *, is_late: bool) 
     if is_late:
         # The row was started as a new session, so this also kills its rank processes.
         os.killpg(running.process.pid, signal.SIGKILL)
-    status = running.process.wait()
+    status = "killed" if is_late else running.process.wait()
     running.output.seek(0)
     output = running.output.read().decode(errors="replace")
-    running.output.close()
     seconds = round(time.monotonic() - running.started, 1)
     with (options.out / "log.txt").open("a") as log:
         log.write(f"\n=== {running.row.name}: status {status}, {seconds} s\n{output[-60_000:]}\n")
@@ -212,6 +211,9 @@ def finish_row(running: Running, options: argparse.Namespace, *, is_late: bool) 
         )
     else:
         print(f"{running.row.name}: {seconds} s", flush=True)
+    # Last, because a killed process with 200 GB of memory takes many seconds to end.
+    running.process.wait()
+    running.output.close()
 
 
 def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:

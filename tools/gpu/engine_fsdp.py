@@ -255,19 +255,20 @@ class Running:
 
 
 def write_entry_points(folder: Path) -> None:
-    """Write package metadata to a folder, so that engines in a checkout are found by name.
+    """Write the metadata of packages in a checkout to a folder, which belongs on PYTHONPATH.
 
-    The folder belongs on PYTHONPATH.
+    Engines are then found by name, and `temper-train` finds its version.
     """
     packages = Path(__file__).resolve().parents[2] / "packages"
-    for package in ("engine-fsdp", "engine-megatron"):
+    for package in ("engine-fsdp", "engine-megatron", "trainer"):
         project = tomllib.loads((packages / package / "pyproject.toml").read_text())["project"]
         name = project["name"]
-        metadata = folder / f"{name.replace('-', '_')}-0.dist-info"
+        fields = f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n"
+        metadata = folder / f"{name.replace('-', '_')}-{project['version']}.dist-info"
         metadata.mkdir()
-        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (metadata / "METADATA").write_text(fields)
         lines = []
-        for group, entries in project["entry-points"].items():
+        for group, entries in project.get("entry-points", {}).items():
             lines += [f"[{group}]", *(f"{key} = {value}" for key, value in entries.items())]
         (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
 

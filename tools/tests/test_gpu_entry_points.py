@@ -2,7 +2,7 @@
 
 import os
 import sys
-from importlib.metadata import PathDistribution, entry_points
+from importlib.metadata import PathDistribution, distributions, entry_points, version
 
 import pytest
 
@@ -23,6 +23,13 @@ def test_engines_of_a_checkout_are_found_in_this_process_and_its_children(
         assert isinstance(entry_point.dist, PathDistribution)
         assert str(entry_point.dist.locate_file("")) == folder
         assert entry_point.value.startswith("temper_engine_megatron.")
+        versions = {each.name: each.version for each in distributions(path=[folder])}
+        # temper-train prints the version of its package.
+        assert versions == {
+            "temper-engine-fsdp": version("temper-engine-fsdp"),
+            "temper-engine-megatron": version("temper-engine-megatron"),
+            "temper-trainer": version("temper-trainer"),
+        }
     assert sys.path == before
     assert os.environ["PYTHONPATH"] == "sources"
     assert not os.path.exists(folder)
