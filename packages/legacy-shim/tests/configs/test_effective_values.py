@@ -299,3 +299,95 @@ def test_kl_cov_has_no_clip_to_keep() -> None:
         "actor_rollout_ref.actor.clip_ratio_high=0.28",
     )
     assert "algorithm.policy_loss.clip_high" not in values(run)
+
+
+@pytest.mark.parametrize("word", ["float16", "half", "auto"])
+def test_dtype_that_no_sampler_here_has_is_a_question(word: str) -> None:
+    run = translated("v0.7.0", f"actor_rollout_ref.rollout.dtype={word}")
+    assert "rollout-dtype" in rules_found(run, "person")
+    assert "rollout.dtype" not in values(run)
+    chosen = translated("v0.7.0", "actor_rollout_ref.rollout.dtype=float32")
+    assert effective(chosen, "rollout.dtype") == "fp32"
+
+
+MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "actor_rollout_ref.actor.use_kl_loss=True")
+DTYPE = "actor_rollout_ref.{role}.{block}.dtype=float16"
+
+
+@pytest.mark.parametrize(
+    ("version", "block", "role", "expected"),
+    [
+        # megatron_workers.py:473 reads actor.megatron.dtype for both roles.
+        ("v0.6.1", "megatron", "actor", ("fp16", "fp16")),
+        ("v0.7.1", "megatron", "actor", ("fp16", "fp16")),
+        # Each engine reads its own block since v0.8.0: engine/megatron/transformer_impl.py:172.
+        ("v0.8.0", "megatron", "actor", ("fp16", "bf16")),
+        ("v0.8.0", "megatron", "ref", ("bf16", "fp16")),
+        # fsdp_workers.py:467; FSDP's engine has bf16 unless mixed_precision says otherwise.
+        ("v0.7.0", "fsdp_config", "actor", ("fp16", "bf16")),
+        ("v0.8.0", "fsdp_config", "actor", ("bf16", "bf16")),
+    ],
+)
+def test_dtype_of_matmuls_is_that_of_the_release(
+    version: str, block: str, role: str, expected: tuple[str, str]
+) -> None:
+    engine = MEGATRON if block == "megatron" else MEGATRON[1:]
+    run = translated(version, *engine, DTYPE.format(role=role, block=block))
+    roles = ("actor", "ref")
+    assert tuple(effective(run, f"{each}.engine.precision.compute") for each in roles) == expected
+    given = next(token for token in run.tokens if ".dtype=" in token.text)
+    is_read = "fp16" in expected
+    assert given.disposition == ("moved" if is_read else "dropped")
+    assert is_read or "did not read it" in given.reason
+
+
+def test_dtype_that_no_engine_has_is_a_question() -> None:
+    run = translated("v0.8.0", *MEGATRON, "actor_rollout_ref.actor.megatron.dtype=$DTYPE")
+    assert "compute-dtype" in rules_found(run, "person")
+
+
+@pytest.mark.parametrize("version", ["v0.3.0.post1", "v0.6.1", "v0.7.0", "v0.9.0", "main"])
+def test_length_of_completions_is_the_samplers_own(version: str) -> None:
+    # vllm_rollout.py:123, vllm_rollout_spmd.py:258, single_turn_agent_loop.py: response_length.
+    lengths = ("data.max_prompt_length=512", "data.max_response_length=1024")
+    run = translated(
+        version,
+        *lengths,
+        "data.val_files=/data/val.parquet",
+        "actor_rollout_ref.rollout.response_length=2048",
+    )
+    assert effective(run, "sampling.max_tokens") == 2048
+    assert effective(run, "run.eval_sampling.max_tokens") == 2048
+    assert effective(run, "batching.max_tokens") == 2 * (512 + 2048)
+    by_text = {token.text.partition("=")[0]: token.disposition for token in run.tokens}
+    assert by_text["actor_rollout_ref.rollout.response_length"] == "moved"
+    assert by_text["data.max_response_length"] == "dropped"
+    same = translated(version, *lengths, "actor_rollout_ref.rollout.response_length=1024")
+    assert effective(same, "sampling.max_tokens") == 1024
+
+
+@pytest.mark.parametrize("version", ["v0.3.0.post1", "v0.7.0", "v0.9.0"])
+def test_shorter_prompts_than_the_data_allow_is_a_question(version: str) -> None:
+    key = "actor_rollout_ref.rollout.prompt_length"
+    lengths = ("data.max_prompt_length=512", "data.max_response_length=1024")
+    for limit, is_requested in ((256, True), (512, False), (768, False)):
+        run = translated(version, *lengths, f"{key}={limit}")
+        assert ("prompt-length-rollout" in rules_found(run, "person")) is is_requested
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdEMAMix"])
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0", "v0.8.0"])
+def test_betas_are_given_to_other_optimizers_of_that_family(version: str, name: str) -> None:
+    # verl/workers/config/optimizer.py: build_optimizer.
+    optim = "actor_rollout_ref.actor.optim"
+    run = translated(
+        version,
+        f"{optim}.betas=[0.9,0.95]",
+        f"{optim}.optimizer={name}",
+        f"{optim}.optimizer_impl=bitsandbytes.optim",
+        f"+{optim}.override_optimizer_config.eps=1e-6",
+    )
+    arguments = effective(run, "actor.engine.optimizer.arguments")
+    assert arguments == {"betas": [0.9, 0.95], "eps": 1e-6}
+    plain = translated(version, f"{optim}.optimizer=SGD", f"{optim}.betas=[0.9,0.95]")
+    assert "actor.engine.optimizer.arguments" not in values(plain)

@@ -224,8 +224,15 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "sampling.temperature": old("actor_rollout_ref.rollout.temperature"),
         "sampling.top_p": old("actor_rollout_ref.rollout.top_p"),
         "sampling.top_k": max(0, int(number(old("actor_rollout_ref.rollout.top_k")))),
-        "sampling.max_tokens": old("data.max_response_length"),
+        "sampling.max_tokens": old("actor_rollout_ref.rollout.response_length"),
+        "run.eval_sampling.max_tokens": old("actor_rollout_ref.rollout.response_length")
+        if evaluation_frequency(old, row) is not None
+        else None,
         "data.max_prompt_tokens": old("data.max_prompt_length"),
+        "actor.engine.precision.compute": compute_dtype(old, row),
+        "rollout.dtype": DTYPES[old("actor_rollout_ref.rollout.dtype")]
+        if old("actor_rollout_ref.rollout.name") != "hf"
+        else None,
         "actor.engine.optimizer.lr": old(f"{A}.optim.lr"),
         "actor.engine.schedule.warmup_steps": warm_updates(warmup)
         * (int(per_call * passes) if is_async(row) else 1),
@@ -246,7 +253,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         # Sums of rows over a fixed number: the one that was given, or the padded width of the
         # responses.
         result["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old(
-            "data.max_response_length"
+            "actor_rollout_ref.rollout.response_length"
         )
     if rank:
         result["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
@@ -281,6 +288,28 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
             "critic.engine.optimizer.lr": old("critic.optim.lr"),
         }
     return result
+
+
+DTYPES: Mapping[object, str] = {
+    "bfloat16": "bf16",
+    "bf16": "bf16",
+    "float16": "fp16",
+    "fp16": "fp16",
+    "float32": "fp32",
+    "fp32": "fp32",
+}
+
+
+def compute_dtype(old: Old, row: Mapping[str, object]) -> str:
+    """Return the dtype of the actor's matmuls; the sampler has its own."""
+    tag = release(row)
+    has_workers = (0, 6, 1) <= tag < (0, 8) and not (
+        tag >= (0, 7) and old("trainer.use_legacy_worker_impl") == "disable"
+    )
+    own = "megatron" if is_on_megatron(row) else "fsdp_config"
+    is_read = tag >= (0, 6, 1) if is_on_megatron(row) else has_workers
+    mixed = None if is_on_megatron(row) else old(f"{A}.fsdp_config.mixed_precision.param_dtype")
+    return DTYPES[mixed or (old(f"{A}.{own}.dtype") if is_read else None) or "bfloat16"]
 
 
 def expected_estimator(word: str, plus: str) -> str | None:

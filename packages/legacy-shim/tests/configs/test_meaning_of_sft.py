@@ -61,6 +61,18 @@ def expect_of_both(old: Old) -> dict[str, object]:
             else {}
         ),
         **length_of(old),
+        **evaluation_of(old),
+    }
+
+
+def evaluation_of(old: Old) -> dict[str, object]:
+    """Return held-out files and steps between evaluations; 0 is only before and after."""
+    steps = old("trainer.test_freq")
+    return {
+        "data.eval.paths": listed(old("data.val_files")) if old("data.val_files") else None,
+        "run.eval_every": max(0, int(steps))
+        if old("data.val_files") and isinstance(steps, int)
+        else 0,
     }
 
 
@@ -87,9 +99,8 @@ def expect_of_columns(old: Old, row: Row) -> dict[str, object]:
         ("answer", "response_key", "response_dict_keys"),
     ):
         inner = old(f"data.{fields}")
-        result[f"data.train.{new}_key"] = ".".join(
-            [str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])]
-        )
+        path = ".".join([str(old(f"data.{column}")), *(inner if isinstance(inner, list) else [])])
+        result |= dict.fromkeys((f"data.{each}.{new}_key" for each in ("train", "eval")), path)
     return result
 
 
@@ -204,6 +215,38 @@ def test_column_data_of_the_first_release_fell_by_a_cosine() -> None:
         for setting in translation.settings
         if setting.key == "actor.engine.schedule.kind"
     ] == ["cosine"]
+
+
+FIRST, SECOND = ENTRIES[:2]
+
+
+@pytest.mark.parametrize(("entry", "version"), [(FIRST, "v0.6.1"), (SECOND, "v0.9.0")])
+def test_fine_tuning_measures_its_held_out_loss_as_often(entry: str, version: str) -> None:
+    files = ["data.train_files=/t.parquet", "data.val_files=/v.parquet", "data.val_max_samples=64"]
+    more = ["trainer.test_freq=50", "data.prompt_key=q", "data.response_key=a"]
+    run = translate([*files, *more[: 3 if entry == FIRST else 1]], entry=entry, version=version)
+    values = {setting.key: setting.value for setting in run.settings}
+    assert (values["data.eval.paths"], values["run.eval_every"]) == (["/v.parquet"], 50)
+    assert values["data.eval.max_rows"] == 64
+    columns = ("prompt_key", "answer_key") if entry == FIRST else ("messages_key",)
+    assert all(values[f"data.eval.{key}"] == values[f"data.train.{key}"] for key in columns)
+    without = translate([files[0], "data.val_files=null"], entry=entry, version=version)
+    assert not [setting for setting in without.settings if "eval" in setting.key]
+
+
+@pytest.mark.parametrize(
+    ("entry", "version", "frequency"),
+    [(FIRST, "v0.3.0.post1", ()), (SECOND, "v0.9.0", ("trainer.test_freq=after_each_epoch",))],
+)
+def test_evaluation_after_each_epoch_is_reported(
+    entry: str, version: str, frequency: tuple[str, ...]
+) -> None:
+    files = ("data.train_files=/t.parquet", "data.val_files=/v.parquet")
+    for epochs, is_reported in ((3, True), (1, False)):
+        given = [*files, *frequency, f"trainer.total_epochs={epochs}"]
+        run = translate(given, entry=entry, version=version)
+        rules = {finding.rule for finding in run.findings if finding.level == "hazard"}
+        assert ("sft-val" in rules) is is_reported
 
 
 def test_program_with_servers_completes_the_prompts_of_its_training_files() -> None:

@@ -204,18 +204,29 @@ def test_a_loss_on_the_samplers_own_log_probs_is_a_question() -> None:
 
 def test_completions_are_drawn_again_by_their_rewards_as_they_were() -> None:
     block = "algorithm.pf_ppo"
-    power = values(translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.weight_pow=3.0"))
+
+    def resampled(*more: str) -> Translation:
+        gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q")
+        return translated("v0.7.0", *gae, "algorithm.use_pf_ppo=True", *more)
+
+    power = values(resampled(f"{block}.weight_pow=3.0"))
     assert (power["algorithm.reweight.name"], power["algorithm.reweight.exponent"]) == (
         "power",
         3.0,
     )
-    most = values(
-        translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=max_min")
-    )
+    most = values(resampled(f"{block}.reweight_method=max_min"))
     assert most["algorithm.reweight.name"] == "max_min"
-    assert "pf-ppo" in rules_found(
-        translated("v0.7.0", "algorithm.use_pf_ppo=True", f"{block}.reweight_method=best"), "person"
-    )
+    assert "pf-ppo" in rules_found(resampled(f"{block}.reweight_method=best"), "person")
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])
+@pytest.mark.parametrize("version", ["v0.4.1", "v0.7.0", "v0.9.0"])
+def test_completions_are_drawn_again_with_gae_only(version: str, estimator: str) -> None:
+    # ray_trainer.py: compute_advantage reads use_pf_ppo in the branch of GAE.
+    given = ("+" * (version == "v0.4.1")) + "algorithm.use_pf_ppo=True"
+    run = translated(version, f"algorithm.adv_estimator={estimator}", given)
+    assert not [key for key in values(run) if key.startswith("algorithm.reweight")]
+    assert (run.tokens[-1].disposition, "gae alone" in run.tokens[-1].reason) == ("dropped", True)
 
 
 def test_the_cap_before_the_first_release_is_the_cap() -> None:

@@ -256,6 +256,8 @@ def test_a_translated_rl_run_trains(kind: str, old_project: Path, tmp_path: Path
 def test_a_translated_fine_tuning_run_trains(old_project: Path, tmp_path: Path) -> None:
     overrides = [
         f"data.train_files={old_project / 'train.parquet'}",
+        f"data.val_files={old_project / 'train.parquet'}",
+        "trainer.test_freq=3",
         f"model.partial_pretrain={old_project / 'model'}",
         "data.prompt_key=extra_info",
         "data.response_key=extra_info",
@@ -281,6 +283,7 @@ def test_a_translated_fine_tuning_run_trains(old_project: Path, tmp_path: Path) 
     assert [row["step"] for row in rows if row["phase"] == "sft"] == [1, 2, 3, 4, 5, 6]
     loss = [row["actor/loss"] for row in rows if row["phase"] == "sft"]
     assert loss[-1] < loss[0]
+    assert [row["step"] for row in rows if "eval/sft/loss" in row] == [0, 3, 6]
 
 
 def test_cpu_trial_of_a_script_for_eight_gpus_trains(

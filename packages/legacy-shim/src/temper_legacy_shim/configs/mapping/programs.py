@@ -60,9 +60,7 @@ def _build(draft: Draft, role: OldRole) -> None:
         draft.put("model_engine", "megatron", rule="model-engine", group=True)
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-demonstrations", "data.train_files")
-    draft.explain_drop(
-        "data.val_files", "a held-out loss changes no weight; set data.eval.paths to measure it"
-    )
+    _evaluation(draft)
     build_role(draft, role)
     build_lora(draft, role)
     _lengths(draft, role)
@@ -74,6 +72,21 @@ def _build(draft: Draft, role: OldRole) -> None:
     if world_size(draft) is None:
         draft.find("sft-cluster")
     _custom(draft)
+
+
+def _evaluation(draft: Draft) -> None:
+    """Set the held-out demonstrations, and the steps between two measures of their loss."""
+    key = "trainer.test_freq"
+    if not put_source(draft, new="data.eval", old="data.val_files"):
+        draft.explain_drop(key, "without data.val_files nothing is evaluated")
+    elif draft.old.has(key) and draft.text(key) != "after_each_epoch":
+        apply_rules(draft, "test-freq")
+    elif (epochs := draft.integer("trainer.total_epochs") or 1) > 1:
+        draft.find("sft-val", key, epochs=epochs)
+
+
+def _sources(draft: Draft) -> list[str]:
+    return ["data.train", *["data.eval"] * ("data.eval.paths" in draft.settings)]
 
 
 def _lengths(draft: Draft, role: OldRole) -> None:
@@ -146,20 +159,21 @@ def _columns(draft: Draft) -> None:
         if len(names) > 1:
             draft.find("sft-columns", f"data.{fields}", fields=fields, names=names)
         path = ".".join([key, *names[:1]])
-        draft.put(
-            f"data.train.{new}", path, rule="sft-columns", old=[f"data.{column}", f"data.{fields}"]
-        )
+        for source in _sources(draft):
+            old = [f"data.{column}", f"data.{fields}"]
+            draft.put(f"{source}.{new}", path, rule="sft-columns", old=old)
     apply_rules(draft, "sft-chat")
 
 
 def _messages(draft: Draft, key: str) -> None:
-    draft.put(
-        "data.train.messages_key",
-        draft.text(key) or "messages",
-        rule="sft-messages",
-        old=[key],
-        verbatim=True,
-    )
+    for source in _sources(draft):
+        draft.put(
+            f"{source}.messages_key",
+            draft.text(key) or "messages",
+            rule="sft-messages",
+            old=[key],
+            verbatim=True,
+        )
     if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
         draft.find("sft-tools", "data.tools_key")
 

@@ -11,6 +11,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     is_second_trainer,
     needs_critic,
     prompts_of_step,
+    response_key,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import (
     ACTOR,
@@ -188,7 +189,7 @@ def _tokens(draft: Draft) -> None:
     """Set one cap for all passes: the largest micro-batch of the old actor."""
     prompt, response = (
         draft.integer("data.max_prompt_length") or 0,
-        draft.integer("data.max_response_length") or 0,
+        draft.integer(response_key(draft)) or 0,
     )
     longest = prompt + response
     budget, old = _budget(draft, ACTOR, longest=longest)
@@ -243,7 +244,7 @@ def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, l
         f"{role.block}.ppo_micro_batch_size_per_gpu",
         f"{role.block}.ppo_micro_batch_size",
         "data.max_prompt_length",
-        "data.max_response_length",
+        response_key(draft),
     ]
     if micro is None:
         return max(longest, 1), keys[2:]

@@ -1,7 +1,7 @@
 """Rewards: the scoring function, and changes of the score."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.rl.rl_facts import is_dapo
+from temper_legacy_shim.configs.mapping.rl.rl_facts import is_dapo, response_key
 
 _MANAGERS = ("naive", "dapo", "prime", "batch")
 # The oldest key first: the later programs copied it over the newer ones.
@@ -190,7 +190,9 @@ def _penalty(draft: Draft, block: str) -> None:
         rule="overlong",
         old=[f"{block}.penalty_factor"],
     )
-    for key in (f"{parent}.max_resp_len" for parent in KWARGS):
-        longest, response = draft.integer(key), draft.integer("data.max_response_length")
+    own = [key for parent in KWARGS if draft.old.has(key := f"{parent}.max_resp_len")]
+    # DAPO's recipes gave the manager data.max_response_length.
+    for key in own or ["data.max_response_length"]:
+        longest, response = draft.integer(key), draft.integer(response_key(draft))
         if longest is not None and response is not None and longest != response:
             draft.find("overlong", key, longest=longest, response=response)

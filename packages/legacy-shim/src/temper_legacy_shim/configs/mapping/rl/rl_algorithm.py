@@ -10,6 +10,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     needs_critic,
     needs_ref,
     only_distills,
+    response_key,
     takes_sampler_logprobs,
     updates_per_step,
 )
@@ -56,7 +57,9 @@ def build_algorithm(draft: Draft) -> None:
     name = _advantage(draft)
     build_policy_loss(draft)
     _clip(draft)
-    apply_rules(draft, "aggregation", "horizon", "entropy")
+    apply_rules(
+        draft, "aggregation", "horizon", "entropy", blocks={"response": response_key(draft)}
+    )
     _kl(draft)
     facts = {"estimator": name}
     apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip", facts=facts)

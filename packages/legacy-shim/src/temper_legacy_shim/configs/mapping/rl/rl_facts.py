@@ -30,6 +30,15 @@ def completions_per_prompt(draft: Draft) -> int:
     return max(1, own or draft.integer("actor_rollout_ref.rollout.n") or 1)
 
 
+def response_key(draft: Draft) -> str:
+    """Return the key of the longest completion, which every release read from the sampler's block.
+
+    It follows data.max_response_length, which is named where both say the same.
+    """
+    own, data = "actor_rollout_ref.rollout.response_length", "data.max_response_length"
+    return own if own in draft.old.origin and draft.old.get(own) != draft.old.get(data) else data
+
+
 def is_async(draft: Draft) -> bool:
     """Check if the old program trained while it sampled, without waiting."""
     return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")

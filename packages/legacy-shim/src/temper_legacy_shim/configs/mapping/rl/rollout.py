@@ -2,7 +2,7 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
-from temper_legacy_shim.configs.mapping.rl.rl_facts import is_async, is_one_step_off
+from temper_legacy_shim.configs.mapping.rl.rl_facts import is_async, is_one_step_off, response_key
 from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS, world_size
 from temper_legacy_shim.configs.mapping.rules import apply_rules
 
@@ -20,7 +20,10 @@ def build_rollout(draft: Draft) -> None:
 
 def _sampling(draft: Draft) -> None:
     apply_rules(draft, "temperature", "top-p", "top-k")
-    _lengths(draft, "sampling.max_tokens")
+    draft.copy(
+        "sampling.max_tokens", response_key(draft), rule="response-length", expected="number"
+    )
+    _prompt_limit(draft)
     given = (
         "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
     )
@@ -31,14 +34,14 @@ def _sampling(draft: Draft) -> None:
         draft.find("ignore-eos", f"{BLOCK}.ignore_eos")
 
 
-def _lengths(draft: Draft, key: str) -> None:
-    own = f"{BLOCK}.response_length"
-    old = (
-        own
-        if draft.old.is_set(own) and not draft.old.is_set("data.max_response_length")
-        else "data.max_response_length"
-    )
-    draft.copy(key, old, rule="response-length", expected="number")
+def _prompt_limit(draft: Draft) -> None:
+    """Ask about prompts that are longer than the sampler allows."""
+    key = f"{BLOCK}.prompt_length"
+    if key not in draft.old.origin or draft.old.get(key) == draft.old.get("data.max_prompt_length"):
+        return
+    limit, longest = draft.integer(key), draft.integer("data.max_prompt_length")
+    if limit is not None and longest is not None and limit < longest:
+        draft.find("prompt-length-rollout", key, limit=limit, longest=longest)
 
 
 def _eval_sampling(draft: Draft) -> None:
@@ -59,7 +62,7 @@ def _eval_sampling(draft: Draft) -> None:
                 "evaluation was greedy (val_kwargs.do_sample is false), so it was not read",
             )
         draft.explain_drop(f"{block}.n", "evaluation was greedy, so all completions were equal")
-    _lengths(draft, f"{new}.max_tokens")
+    draft.copy(f"{new}.max_tokens", response_key(draft), rule="response-length", expected="number")
 
 
 def _server(draft: Draft) -> None:
@@ -226,7 +229,7 @@ def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
 
 
 def _tools(draft: Draft, path: str) -> None:
-    tools, length = f"{TURNS}.tool_config_path", draft.integer("data.max_response_length")
+    tools, length = f"{TURNS}.tool_config_path", draft.integer(response_key(draft))
     draft.put(
         "environment.name",
         "temper_legacy_shim.old_tools:HermesTools",
@@ -256,9 +259,7 @@ def _tools(draft: Draft, path: str) -> None:
         old=limits,
     )
     if length is not None:
-        draft.put(
-            "environment.max_tokens", length, rule="multi-turn", old=["data.max_response_length"]
-        )
+        draft.put("environment.max_tokens", length, rule="multi-turn", old=[response_key(draft)])
     draft.put("environment.tool_timeout_s", 300.0, rule="multi-turn")
     parallel = draft.integer(f"{TURNS}.max_parallel_calls") or 1
     also = (

@@ -7,6 +7,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     CORRECTION,
     FILTER,
     GENERATED,
+    advantage,
     filters_groups,
     is_async,
     is_second_trainer,
@@ -26,8 +27,12 @@ def build_selection(draft: Draft) -> None:
         _unread_filter(draft)
     else:
         draft.explain_drop(FILTER, "filter_groups is not enabled")
-    if draft.switch("algorithm.use_pf_ppo"):
+    if draft.switch("algorithm.use_pf_ppo") and advantage(draft) == "gae":
         _reweight(draft)
+    elif draft.switch("algorithm.use_pf_ppo"):
+        facts = {"version": draft.old.version}
+        draft.drop("pf-ppo.only-gae", "algorithm.use_pf_ppo", facts)
+        draft.drop("pf-ppo.only-gae", "algorithm.pf_ppo", facts)
     # The block replaced the plain keys of v0.6.0; a release reads only one of the forms.
     if draft.old.has(f"{CORRECTION}.rollout_is") or takes_sampler_logprobs(draft):
         _correction(draft)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rl.rl_facts import response_key
 from temper_legacy_shim.configs.mapping.roles.roles import is_megatron
 from temper_legacy_shim.configs.reading.config_values import Plain
 
@@ -41,7 +42,7 @@ def find_model_fields(draft: Draft) -> None:
 
 def _find_positions(draft: Draft, key: str) -> None:
     """Ask if the model's position limit is below the longest sample; else report a note."""
-    lengths = (draft.integer("data.max_prompt_length"), draft.integer("data.max_response_length"))
+    lengths = (draft.integer("data.max_prompt_length"), draft.integer(response_key(draft)))
     longest = sum(length for length in lengths if length is not None)
     limit = config_json(draft.text("actor_rollout_ref.model.path")).get(_POSITIONS)
     if isinstance(limit, int) and limit < longest:

@@ -5,6 +5,7 @@ from temper_legacy_shim.configs.mapping.rl.batches import ACTOR_MINI
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     completions_per_prompt,
     needs_critic,
+    response_key,
     updates_per_step,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import ACTOR, data_parallel, is_megatron
@@ -142,7 +143,7 @@ def _divisor(draft: Draft, width: Plain) -> str:
         return f"loss_scale_factor, {width} (since v0.7.0, #4360)"
     return (
         f"the width of the padded completions, which {draft.old.version} padded to "
-        f"data.max_response_length, {width}"
+        f"{response_key(draft)}, {width}"
     )
 
 
@@ -151,7 +152,7 @@ def _parts(draft: Draft, *, own: int) -> tuple[int, str]:
     if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
         budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
         longest = (draft.integer("data.max_prompt_length") or 0) + (
-            draft.integer("data.max_response_length") or 0
+            draft.integer(response_key(draft)) or 0
         )
         most = max(1, -(-own * longest // max(1, budget)))
         return most, f"up to {most} micro-batches of {budget} tokens"

@@ -1,6 +1,7 @@
 """The engine of each role: its model and precision, adapter, optimizer and layout."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.roles.numerics_changes import has_engines
 from temper_legacy_shim.configs.mapping.roles.role_layout import (
     set_fsdp,
     set_megatron,
@@ -8,7 +9,13 @@ from temper_legacy_shim.configs.mapping.roles.role_layout import (
     set_workers,
 )
 from temper_legacy_shim.configs.mapping.roles.role_optimizer import set_optimizer, set_schedule
-from temper_legacy_shim.configs.mapping.roles.roles import OldRole, fsdp_block, is_megatron
+from temper_legacy_shim.configs.mapping.roles.roles import (
+    ACTOR,
+    REF,
+    OldRole,
+    fsdp_block,
+    is_megatron,
+)
 from temper_legacy_shim.configs.mapping.rules import apply_rules
 from temper_legacy_shim.configs.reading.config_values import Plain, from_home
 
@@ -70,19 +77,16 @@ def _precision(draft: Draft, role: OldRole) -> None:
     fsdp = fsdp_block(draft, role)
     engine = f"{role.engine}.precision"
     words = {
-        "bf16": "bf16",
-        "bfloat16": "bf16",
-        "fp16": "fp16",
-        "float16": "fp16",
-        "half": "fp16",
-        "fp32": "fp32",
-        "float32": "fp32",
+        **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+        **dict.fromkeys(("fp16", "float16", "half", "16"), "fp16"),
+        **dict.fromkeys(("fp32", "float32", "32"), "fp32"),
     }
-    compute = words.get(
-        draft.text(f"{fsdp}.mixed_precision.param_dtype") or draft.text(f"{fsdp}.dtype") or "bf16",
-        "bf16",
-    )
-    old = [f"{fsdp}.mixed_precision.param_dtype", f"{fsdp}.dtype"]
+    old = _compute_keys(draft, role)
+    key = next((key for key in old if draft.text(key)), "")
+    compute = words.get(draft.text(key) or "bf16")
+    if compute is None:
+        draft.find("compute-dtype", key, old=draft.text(key))
+        return
     draft.put(f"{engine}.compute", compute, rule="compute-dtype", old=old)
     if not role.is_trained or is_megatron(draft):
         return
@@ -97,6 +101,23 @@ def _precision(draft: Draft, role: OldRole) -> None:
         rule="reduce-dtype",
         old=[f"{fsdp}.mixed_precision.reduce_dtype"],
     )
+
+
+def _compute_keys(draft: Draft, role: OldRole) -> list[str]:
+    """Return the keys from which the release took the dtype of matmuls; the first counts."""
+    if is_megatron(draft):
+        # The old worker of the reference read the actor's block.
+        is_shared = role.name == "ref" and not has_engines(draft)
+        block = ACTOR.megatron if is_shared else role.megatron
+        return [f"{block}.dtype"] if draft.since("v0.6.1") else []
+    fsdp = fsdp_block(draft, role)
+    keys = [f"{fsdp}.mixed_precision.param_dtype"]
+    if draft.since("v0.6.1") and not has_engines(draft) and role.block in (ACTOR.block, REF.block):
+        return [*keys, f"{fsdp}.dtype"]
+    draft.explain_drop(
+        f"{fsdp}.dtype", f"{draft.old.version} did not read it, and computed in bf16"
+    )
+    return keys
 
 
 _MEGATRON_NAMES = {

@@ -44,13 +44,18 @@ def _another_optimizer(draft: Draft, role: OldRole) -> bool:
         rule="optimizer-kind",
         old=[key, f"{role.optim}.optimizer_impl"],
     )
-    arguments = draft.old.get(f"{role.optim}.override_optimizer_config")
-    if isinstance(arguments, dict) and arguments:
+    old = {word: f"{role.optim}.{word}" for word in ("betas", "override_optimizer_config")}
+    given, betas = draft.old.get(old["override_optimizer_config"]), draft.old.get(old["betas"])
+    arguments = dict(given) if isinstance(given, dict) else {}
+    # The old builder gave betas to every class with such a name.
+    if isinstance(betas, list) and ("adam" in name.lower() or "ademamix" in name.lower()):
+        arguments = {"betas": betas, **arguments}
+    if arguments:
         draft.put(
             f"{role.engine}.optimizer.arguments",
             arguments,
             rule="optimizer-kind",
-            old=[f"{role.optim}.override_optimizer_config"],
+            old=[key for word, key in old.items() if word in arguments or word != "betas"],
         )
     return True
 
