@@ -1,5 +1,6 @@
 """Test models whose weights are loaded module by module while they are sharded."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-from temper_engine_api.errors import WeightError
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.tiny_models import quantize_as_published, write_model
+from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import components
 from temper_engine_fsdp.checkpoint import huggingface_files
@@ -206,6 +210,38 @@ def test_experts_are_streamed_into_the_joined_tensors_of_a_layer(
     loaded = weights_of(start(model=ModelSpec(path=str(mixture))))
     assert loaded.keys() == in_files.keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in in_files.items())
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_published_fp8_weights_are_dequantized_on_every_device(
+    start: Callable[..., FSDPEngine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    # On GPUs with FP8 this check of transformers passes, and it would build FP8 layers.
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    published = write_model(FAMILIES["deepseek_v3"], folder=tmp_path)
+    expected = quantize_as_published(published)
+    components.check_model(FSDPConfig(model=ModelSpec(path=str(published))))
+    if strategy == "fsdp2":
+        # Biases of routers are buffers, and layers for multi-token prediction are not in the model.
+        monkeypatch.setattr(components, "build_model", _refused)
+    engine = start(
+        model=ModelSpec(path=str(published)), strategy=strategy, save_huggingface_weights=True
+    )
+    loaded = weights_of(engine)
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+    step = engine.save_checkpoint(str(tmp_path / "saved"), global_step=0)
+    saved = Path(step, "engine", huggingface_files.FOLDER, "config.json").read_text()
+    assert "quantization_config" not in saved
+
+
+def test_quantization_that_cannot_be_undone_is_refused_before_the_start(mixture: Path) -> None:
+    path = mixture / "config.json"
+    config = json.loads(path.read_text()) | {"quantization_config": {"quant_method": "awq"}}
+    path.write_text(json.dumps(config))
+    with pytest.raises(CapabilityError, match="quant_method of the model is 'awq'"):
+        components.check_model(FSDPConfig(model=ModelSpec(path=str(mixture))))
 
 
 def test_directory_with_other_names_is_loaded_by_transformers(

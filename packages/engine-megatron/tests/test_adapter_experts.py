@@ -35,6 +35,7 @@ from temper_engine_api.layout import Layout, default_layout
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.adapter.expert_adapters import join_expert_shards, take_expert_shard
+from temper_engine_megatron.components import check_model
 from temper_engine_megatron.engine import MegatronEngine
 
 BOTH = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -330,6 +331,15 @@ def test_adapter_of_experts_without_gates_is_refused(config):
         MegatronEngine(
             replace(config, model=ModelSpec(architecture=architecture), lora=lora)
         ).init_model()
+
+
+def test_adapter_of_experts_in_one_tensor_is_refused_before_the_start(config):
+    model = ModelSpec(architecture=FAMILIES["gpt_oss"].settings | FAMILIES["gpt_oss"].architecture)
+    adapted = replace(config, model=model, lora=LORA)
+    with pytest.raises(CapabilityError, match="gpt_oss, which are one tensor for all experts"):
+        check_model(adapted)
+    with pytest.raises(CapabilityError, match="gpt_oss, which are one tensor for all experts"):
+        MegatronEngine(adapted).init_model()
 
 
 def test_rank_that_peft_doubles_for_all_linear_is_refused(config, tmp_path):

@@ -22,6 +22,7 @@ from temper_engine_api.conformance.oracle.oracle_routers import OracleConfig
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OffloadSpec, PrecisionSpec
+from temper_engine_megatron.components import check_model
 from temper_engine_megatron.engine import MegatronEngine
 from temper_engine_megatron.huggingface.model_comparison import accept_untested_models
 
@@ -199,6 +200,15 @@ def test_new_weights_that_the_engine_lacks_are_refused(config):
         pytest.raises(CapabilityError, match=r"layers\.0\.self_attn\.\w_proj\.bias"),
     ):
         MegatronEngine(replace(config, model=other)).init_model()
+
+
+def test_head_that_the_bridge_does_not_know_is_refused_before_the_start(config):
+    fields = {"model_type": "gemma3_text", "tie_word_embeddings": False, "head_dim": 8}
+    other = replace(config, model=ModelSpec(architecture={**config.model.architecture, **fields}))
+    with pytest.raises(CapabilityError, match="gemma3_text only with a head that is tied"):
+        check_model(other)
+    with pytest.raises(CapabilityError, match="gemma3_text only with a head that is tied"):
+        MegatronEngine(other).init_model()
 
 
 def test_dropout_is_refused(config):

@@ -11,6 +11,8 @@ ALLOWED = {
     # Megatron has no public way to use the CPU's RNG states instead of those of CUDA.
     ("cpu_device.py", "_get_cuda_rng_state"),
     ("cpu_device.py", "_set_cuda_rng_state"),
+    # transformers has no public list of tensors that its models do not load.
+    ("huggingface_model.py", "_keys_to_ignore_on_load_unexpected"),
 }
 
 

@@ -1,13 +1,18 @@
 """Test routers with biases: their checkpoints, and rules of groups that Megatron does not have."""
 
+import json
+import logging
 from dataclasses import replace
 
 import pytest
 import torch
 
-from temper_engine_api.errors import CapabilityError
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.tiny_models import quantize_as_published, write_model
+from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
+from temper_engine_megatron.components import check_model
 from temper_engine_megatron.engine import MegatronEngine
 
 GLM4_MOE = {
@@ -69,3 +74,36 @@ def test_router_that_megatron_computes_otherwise_is_refused(config, changes, mat
     spec = ModelSpec(architecture={**GLM4_MOE, "n_routed_experts": 8, **changes})
     with pytest.raises(CapabilityError, match=match):
         MegatronEngine(replace(config, model=spec)).init_model()
+
+
+def test_published_fp8_weights_are_dequantized(config, start, tmp_path, caplog):
+    published = write_model(FAMILIES["deepseek_v3"], folder=tmp_path)
+    expected = quantize_as_published(published)
+    model = ModelSpec(path=str(published))
+    check_model(replace(config, model=model))
+    with caplog.at_level(logging.INFO):
+        loaded = export_weights(start(model=model))
+    assert loaded.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(loaded[name], tensor), name
+    (line,) = [record.message for record in caplog.records if "not loaded" in record.message]
+    assert line.startswith("1 tensors in")
+    assert line.endswith("as model.layers.61.eh_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, CapabilityError, "is 'awq'"),
+        ({"moe_intermediate_size": 40}, WeightError, r"has the shape \[24, 32\] instead of \[40"),
+        ({"q_lora_rank": None}, WeightError, r"missing \['model\.layers\.0\.self_attn\.q_proj"),
+    ],
+)
+def test_files_of_another_model_are_refused_before_the_start(
+    config, tmp_path, changes, error, match
+):
+    folder = write_model(FAMILIES["deepseek_v3"], folder=tmp_path)
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(error, match=match):
+        check_model(replace(config, model=ModelSpec(path=str(folder))))

@@ -47,12 +47,16 @@ from temper_engine_fsdp.model.sequence_parallel import SequenceGroup, check_head
 from temper_engine_fsdp.model.streaming_load import (
     WeightStreamer,
     build_streaming_model,
-    find_model_files,
     use_meta_parameters,
 )
 from temper_engine_fsdp.model.token_mixers import check_no_sequence_parallel
 from temper_engine_fsdp.model.weight_headers import check_weight_headers
-from temper_engine_fsdp.model.weight_names import hf_name, read_file_names, split_adapter_parameters
+from temper_engine_fsdp.model.weight_names import (
+    find_model_files,
+    hf_name,
+    read_file_names,
+    split_adapter_parameters,
+)
 from temper_engine_fsdp.runtime import numerics, process_group
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.runtime.numa_affinity import bind_to_near_cores
@@ -183,7 +187,7 @@ def _build(
     )
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     # Do this before an adapter is attached, which changes the weight names below it.
-    file_names = read_file_names(hf, files=find_model_files(config.model))
+    file_names = read_file_names(hf, files=find_model_files(config.model) or ())
     adapter = _attach_adapter(config, hf)
     sequence_group = (
         SequenceGroup(data_groups.sequence_parallel) if config.sequence_parallel > 1 else None

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from temper_engine_api.adapter_checks import check_target_names
 from temper_engine_api.compile_cache import protect_compile_cache
 from temper_engine_api.determinism import check_deterministic_environment
 from temper_engine_api.distributed.process_group import ThreadGroup
@@ -16,12 +15,13 @@ from temper_engine_api.file_names import FileNames
 from temper_engine_api.offload import GRADIENTS, OPTIMIZER, PARAMETERS, Offloader, OffloadPolicy
 from temper_engine_api.settings_check import warn_about_undeclared_keys
 from temper_engine_api.updates import LossScale
-from temper_engine_megatron.adapter.adapter_placement import plan_placement
+from temper_engine_megatron.adapter.adapter_placement import plan_adapter, plan_placement
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import (
     check_has_head,
-    list_weight_modules,
+    check_weight_headers,
+    has_tied_head,
     load_hf_config,
     open_initial_weights,
     read_file_names,
@@ -96,6 +96,7 @@ def check_model(config: MegatronConfig) -> None:
             module of the model, or an override has no effect.
         CapabilityError: If the model is not supported, or optimizer states cannot be kept where the
             config says.
+        WeightError: If weight files have other names or shapes than the model.
     """
     check_overrides(config)
     _check_offload(config)
@@ -103,6 +104,8 @@ def check_model(config: MegatronConfig) -> None:
     check_has_head(config.model, hf_config)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
     translation = BridgeTranslation(hf_config)
+    _check_output_layer(config, hf_config=hf_config, translation=translation)
+    check_weight_headers(config.model, hf_config)
     check_computes_alike(hf_config, collective_timeout_s=config.collective_timeout_s)
     if config.device == "auto":
         # The host that runs the check may lack the run's GPUs.
@@ -115,8 +118,12 @@ def check_model(config: MegatronConfig) -> None:
             is_language_model=config.model.model_type == "language_model",
         )
     if config.lora.is_enabled:
-        names = list_weight_modules(config.model, hf_config)
-        check_target_names(config.lora, module_names=names)
+        plan_adapter(
+            config,
+            hf_config=hf_config,
+            translation=translation,
+            file_names=read_file_names(config.model, hf_config),
+        )
 
 
 def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> EngineComponents:
@@ -127,6 +134,7 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     hf_config = load_hf_config(config.model)
     check_has_head(config.model, hf_config)
     translation = BridgeTranslation(hf_config)
+    _check_output_layer(config, hf_config=hf_config, translation=translation)
     check_computes_alike(hf_config, collective_timeout_s=config.collective_timeout_s)
     membership = join_groups(config)
     try:
@@ -242,6 +250,22 @@ def _build_offloader(
         },
         device=device,
     )
+
+
+def _check_output_layer(
+    config: MegatronConfig, *, hf_config: PretrainedConfig, translation: BridgeTranslation
+) -> None:
+    is_language_model = config.model.model_type == "language_model"
+    if not is_language_model or has_tied_head(hf_config):
+        return
+    try:
+        translation.find_mapping("output_layer.weight")
+    except CapabilityError as error:
+        raise CapabilityError(
+            f"the Megatron engine supports {hf_config.model_type} only with a head that is tied to "
+            "the embedding, because Megatron-Bridge has no other for it: use the FSDP engine, or a "
+            "model with tie_word_embeddings."
+        ) from error
 
 
 def _check_offload(config: MegatronConfig) -> None:

@@ -43,6 +43,13 @@ def test_written_model_loads_with_the_same_weights_and_a_cache(
         assert set(json.loads(index.read_text())["weight_map"]) == {name for name, _ in sent}
 
 
+def test_config_of_a_written_model_has_no_quantization(tmp_path: Path) -> None:
+    fields = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    config = huggingface_export.build_model_config(ModelSpec(path=str(tmp_path)))
+    assert "quantization_config" not in config.to_dict()
+
+
 def test_vision_language_model_is_written_with_its_class_and_image_processor(
     tmp_path: Path,
 ) -> None:

@@ -1,11 +1,13 @@
 """The hf sampler on families with experts, sinks, soft-capping, linear attention or Mamba."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 from packages.trainer.tests.rollout.conftest import Pairs
 from packages.trainer.tests.rollout.models_for_tests import (
@@ -15,6 +17,7 @@ from packages.trainer.tests.rollout.models_for_tests import (
     make_requests,
     make_tokenizer,
 )
+from temper_engine_api.conformance.inputs.tiny_models import quantize_as_published
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
@@ -69,6 +72,27 @@ def test_replay_of_a_model_without_recorded_experts_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"rollout.routing_replay is sampler, but .* {reason}"):
         pairs.get(family).sampler(routing_replay="sampler")
+
+
+def test_published_fp8_weights_are_dequantized_on_every_device(
+    pairs: Pairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On GPUs with FP8 this check of transformers passes, and it would build FP8 layers.
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *_, **__: None)
+    published, plain = tmp_path / "published", tmp_path / "plain"
+    for folder in (published, plain):
+        shutil.copytree(pairs.get("deepseek_v3").directory, folder)
+    weights = quantize_as_published(published)
+    save_file(weights, plain / "model.safetensors", metadata={"format": "pt"})
+    actual, expected = (
+        build_model(
+            ModelSpec(path=str(folder)), dtype=torch.float32, device=torch.device("cpu")
+        ).state_dict()
+        for folder in (published, plain)
+    )
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)

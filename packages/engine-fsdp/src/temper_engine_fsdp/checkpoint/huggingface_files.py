@@ -21,9 +21,9 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.adapter_checks import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.model_files import INDEX_NAME
 from temper_engine_api.vision_language import IMAGE_PROCESSOR_FILES
 from temper_engine_api.weights import NamedWeight, WeightEntry
-from temper_engine_fsdp.model.weight_names import INDEX_NAME
 
 FOLDER = "huggingface"
 """Folder of config, tokenizer and weights."""

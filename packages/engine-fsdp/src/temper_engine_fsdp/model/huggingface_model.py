@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
+from temper_engine_api.model_files import drop_quantization
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.vision_language import has_image_encoder, list_encoder_modules
@@ -34,6 +35,7 @@ from temper_engine_fsdp.model.token_mixers import (
     list_layer_types,
     separate_sequences,
 )
+from temper_engine_fsdp.model.weight_names import find_model_files
 from temper_engine_fsdp.runtime.numerics import fork_rng
 
 _AutoClass: TypeAlias = (
@@ -73,7 +75,8 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
 
     Raises:
         CapabilityError: If the model mixes packed sequences, has layers between its last hidden
-            state and its head, or does not allow its attention to be replaced.
+            state and its head, does not allow its attention to be replaced, or has weights with a
+            quantization that cannot be undone.
         ConfigError: If transformers does not know the architecture or needs a package that is not
             installed, or the model needs code from its directory and `trust_remote_code` is False.
         WeightError: If weights are missing or unexpected.
@@ -154,9 +157,22 @@ def _instantiate(
         return auto.from_config(
             config, dtype=torch.float32, attn_implementation=attention, trust_remote_code=allow_code
         ), None
-    model, report = auto.from_pretrained(
-        spec.path,
+    loader: _AutoClass | type[PreTrainedModel] = auto
+    path: str | None = spec.path
+    weights = {}
+    files = find_model_files(spec)
+    if files is not None:
+        files.read_shapes()  # refuses FP8 without scales, which transformers would cast
+    if files is not None and files.is_quantized:
+        with torch.device("meta"):
+            # The auto classes look for files even if they get all weights.
+            loader = type(auto.from_config(config, trust_remote_code=allow_code))
+        with files.open() as read:
+            path, weights = None, {"state_dict": {name: read(name) for name in files}}
+    model, report = loader.from_pretrained(
+        path,
         config=config,
+        **weights,
         dtype=torch.float32,
         attn_implementation=attention,
         trust_remote_code=allow_code,
@@ -168,9 +184,10 @@ def _instantiate(
 
 
 def read_config(spec: ModelSpec) -> PretrainedConfig:
-    """Read a model's Hugging Face config.
+    """Read a model's Hugging Face config, without the quantization of its weights.
 
     Raises:
+        CapabilityError: If weights have a quantization that cannot be undone.
         ConfigError: If the path is not a directory, the config needs code that may not run, or
             transformers does not know the architecture.
     """
@@ -223,6 +240,7 @@ def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
             f"transformers cannot read the config of the model in {path}: {_first_sentence(error)} "
             "If you trust the Python files in it, set model.trust_remote_code."
         ) from error
+    drop_quantization(config)
     return config
 
 

@@ -5,24 +5,26 @@ tensors one by one, and the other ranks receive them. No rank holds more than it
 full module.
 """
 
-import json
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+import logging
+import re
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.file_names import FileNames
+from temper_engine_api.model_files import ModelFiles
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.model.huggingface_model import build_model, is_lm_head, is_value_head
-from temper_engine_fsdp.model.weight_names import INDEX_NAME, read_file_names
+from temper_engine_fsdp.model.weight_names import find_model_files, read_file_names
 from temper_engine_fsdp.runtime.numerics import fork_rng
 from temper_engine_fsdp.runtime.process_group import Membership
+
+logger = logging.getLogger(__name__)
 
 
 class WeightStreamer:
@@ -31,7 +33,7 @@ class WeightStreamer:
     def __init__(
         self,
         hf: PreTrainedModel,
-        files: Mapping[str, Path],
+        files: ModelFiles,
         *,
         file_names: FileNames,
         membership: Membership,
@@ -54,23 +56,25 @@ class WeightStreamer:
     def _instantiate(self, parameter: nn.Parameter) -> nn.Parameter:
         key = id(parameter)
         if key not in self._materialized:
-            filled = torch.empty_like(parameter, device=self._membership.device)
-            if self._membership.rank == 0:
-                self._read(self._names[key], filled)
-            if self._membership.world_size > 1:
-                dist.broadcast(filled, src=0)
+            filled = self._load(self._names[key], like=parameter)
             self._materialized[key] = nn.Parameter(filled, requires_grad=parameter.requires_grad)
         return self._materialized[key]
 
-    def _read(self, name: str, into: Tensor) -> None:
-        # Open each file once: opening parses its header, and a layer may have hundreds of experts.
-        with ExitStack() as stack:
-            opened = {}
-            for part_name, part in self._file_names.split(name, into):
-                path = self._files[part_name]
-                if path not in opened:
-                    opened[path] = stack.enter_context(safe_open(path, framework="pt"))
-                part.copy_(opened[path].get_tensor(part_name))
+    def load_buffers(self, hf: PreTrainedModel) -> None:
+        """Load the buffers that files contain, such as biases of routers. Collective."""
+        for name, buffer in _iterate_persistent_buffers(hf):
+            buffer.copy_(self._load(name, like=buffer))
+
+    def _load(self, name: str, *, like: Tensor) -> Tensor:
+        """Read a tensor on rank 0 and return it on all ranks."""
+        filled = torch.empty_like(like, device=self._membership.device)
+        if self._membership.rank == 0:
+            with self._files.open() as read:
+                for part_name, part in self._file_names.split(name, filled):
+                    part.copy_(read(part_name))
+        if self._membership.world_size > 1:
+            dist.broadcast(filled, src=0)
+        return filled
 
     def release(self) -> None:
         """Drop the references to materialized parameters, which the sharded model now owns."""
@@ -86,10 +90,11 @@ def build_streaming_model(
     names or shapes need the conversions of transformers, which work on a full model.
 
     Returns:
-        The model and its streamer; None if the files do not match the parameters name by name.
+        The model and its streamer; None if the files do not match the model name by name, which is
+        logged.
     """
     files = find_model_files(spec)
-    if not files:
+    if files is None:
         return None
     with use_meta_parameters():
         hf = build_model(spec, attention=attention, load_weights=False)
@@ -100,13 +105,23 @@ def build_streaming_model(
     } - files.keys()
     # Rank 0 decides: other ranks may see another state of a network file system.
     file_names = read_file_names(hf, files=files)
-    can_stream = membership.rank == 0 and _files_match(hf, files, file_names=file_names, head=head)
+    difference = None
+    if membership.rank == 0:
+        difference = _find_difference(hf, files, file_names=file_names, head=head)
     if membership.world_size > 1:
-        can_stream = gather_objects(can_stream)[0]
-    if not can_stream:
+        difference = gather_objects(difference)[0]
+    if difference is not None:
+        if membership.rank == 0:
+            logger.warning(
+                "each rank builds the full model in float32, because the files in %s %s",
+                spec.path,
+                difference,
+            )
         return None
     _initialize_head(hf, head, seed=spec.seed)
-    return hf, WeightStreamer(hf, files, file_names=file_names, membership=membership)
+    streamer = WeightStreamer(hf, files, file_names=file_names, membership=membership)
+    streamer.load_buffers(hf)
+    return hf, streamer
 
 
 def _initialize_head(hf: PreTrainedModel, names: Collection[str], *, seed: int) -> None:
@@ -140,51 +155,40 @@ def use_meta_parameters() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def find_model_files(spec: ModelSpec) -> dict[str, Path]:
-    """Return the safetensors file for every tensor in a model; empty if there are none."""
-    return {} if spec.path is None else find_weight_files(Path(spec.path))
+def _find_difference(
+    hf: PreTrainedModel, files: ModelFiles, *, file_names: FileNames, head: Collection[str]
+) -> str | None:
+    """Return in what the files differ from the model; None if the model can be streamed.
 
-
-def find_weight_files(folder: Path) -> dict[str, Path]:
-    """Return the safetensors file of every tensor; empty if there are none."""
-    index, single = folder / INDEX_NAME, folder / "model.safetensors"
-    if index.is_file():
-        return {
-            name: folder / file
-            for name, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    if not single.is_file():
-        return {}
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), single)
-
-
-def _files_match(
-    hf: PreTrainedModel,
-    files: Mapping[str, Path],
-    *,
-    file_names: FileNames,
-    head: Collection[str],
-) -> bool:
-    parameters = {name: parameter for name, parameter in hf.named_parameters() if name not in head}
+    Raises:
+        WeightError: If a file is damaged, or has FP8 weights without scales.
+    """
+    tensors = {name: p.shape for name, p in hf.named_parameters() if name not in head}
+    tensors |= {name: buffer.shape for name, buffer in _iterate_persistent_buffers(hf)}
     expected = {
-        part: list(shape)
-        for name, parameter in parameters.items()
-        for part, shape in file_names.list_shapes(name, parameter.shape)
+        part: part_shape
+        for name, shape in tensors.items()
+        for part, part_shape in file_names.list_shapes(name, shape)
     }
-    # Persistent buffers are in the files, too, but only parameters are streamed.
-    buffers = {name for name, _ in hf.named_buffers()} & hf.state_dict().keys()
+    # Layers for multi-token prediction, for example.
+    ignored = [re.compile(pattern) for pattern in hf._keys_to_ignore_on_load_unexpected or ()]
     # A value model that is made from a language model has no use for its output projection.
-    available = {name for name in files if not (head and is_lm_head(name))}
-    if (
-        expected.keys() != available
-        or buffers
-        or not all(path.is_file() for path in files.values())
-    ):
-        return False
-    for path in set(files.values()):
-        with safe_open(path, framework="pt") as file:
-            names = [name for name in file.keys() if files.get(name) == path and name in available]  # noqa: SIM118
-            if any(file.get_slice(name).get_shape() != expected[name] for name in names):
-                return False
-    return True
+    surplus = [
+        name
+        for name in files.keys() - expected.keys()
+        if not any(pattern.search(name) for pattern in ignored) and not (head and is_lm_head(name))
+    ]
+    missing = expected.keys() - files.keys()
+    if surplus or missing:
+        return f"have no {min(missing)}" if missing else f"have {min(surplus)} in addition"
+    if not all(path.is_file() for path in files.values()):
+        return "are incomplete"
+    shapes = files.read_shapes()
+    other = min((name for name in expected if shapes[name] != expected[name]), default=None)
+    return None if other is None else f"have {other} in another shape"
+
+
+def _iterate_persistent_buffers(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that are in files; rotary tables, for example, are recomputed."""
+    persistent = hf.state_dict().keys()
+    return ((name, buffer) for name, buffer in hf.named_buffers() if name in persistent)

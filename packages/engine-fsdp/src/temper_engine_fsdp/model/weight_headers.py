@@ -2,17 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.model.huggingface_model import check_loading_report
-from temper_engine_fsdp.model.streaming_load import find_model_files
+from temper_engine_fsdp.model.weight_names import find_model_files
 
 
 def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
@@ -26,11 +23,14 @@ def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
 
     Raises:
         WeightError: In the words of `build_model`, if names or shapes differ.
+        CapabilityError: If weights have a quantization that cannot be undone.
     """
     files = find_model_files(spec)
-    if spec.path is None or not files:
+    if spec.path is None or files is None:
         return
-    weights = _read_as_meta_tensors(files)
+    weights = {
+        name: torch.empty(shape, device="meta") for name, shape in files.read_shapes().items()
+    }
     with _quiet_transformers():
         # transformers itself compares, because it renames and joins the tensors of many models.
         _, report = type(hf).from_pretrained(
@@ -43,18 +43,6 @@ def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
         )
     has_new_head = spec.model_type != "language_model"
     check_loading_report(spec.path, report, has_new_head=has_new_head)
-
-
-def _read_as_meta_tensors(files: dict[str, Path]) -> dict[str, Tensor]:
-    """Return a tensor without memory for each name, in the shape that its file's header has."""
-    tensors = {}
-    for path in sorted(set(files.values())):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                if files.get(name) == path:
-                    shape = file.get_slice(name).get_shape()
-                    tensors[name] = torch.empty(shape, device="meta")
-    return tensors
 
 
 @contextmanager

@@ -5,13 +5,33 @@ from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from temper_engine_api.adapter_checks import PEFT_PREFIX
+from temper_engine_api.errors import WeightError
 from temper_engine_api.file_names import FileNames, find_file_names
+from temper_engine_api.model_files import ModelFiles
+from temper_engine_api.specs import ModelSpec
 
 ParameterT = TypeVar("ParameterT")
+
+
+def find_model_files(spec: ModelSpec) -> ModelFiles | None:
+    """Find the safetensors files of a model; return None if there are none.
+
+    Raises:
+        CapabilityError: If weights have a quantization that cannot be undone.
+        WeightError: If weights are quantized and in files of another format.
+    """
+    files = None if spec.path is None else ModelFiles(spec.path, open_file=safe_open)
+    if files is not None and files.is_quantized and not files:
+        raise WeightError(
+            f"{spec.path} has quantized weights, but no safetensors files, the only ones that can "
+            "be dequantized: convert the weights to bf16."
+        )
+    return files or None
 
 
 def read_file_names(hf: PreTrainedModel, *, files: Collection[str] = ()) -> FileNames:
@@ -75,9 +95,6 @@ class PartJoiner:
         del self._incomplete[name]
         return name, full
 
-
-INDEX_NAME = "model.safetensors.index.json"
-"""Index that maps each tensor to its safetensors file."""
 
 _MODULES_TO_SAVE, _MAGNITUDE = ".modules_to_save.default.", ".lora_magnitude_vector.default.weight"
 _ADAPTER_PARTS = (".lora_A.default.", ".lora_B.default.", _MAGNITUDE, _MODULES_TO_SAVE)

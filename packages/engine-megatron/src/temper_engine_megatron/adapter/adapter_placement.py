@@ -21,7 +21,10 @@ from temper_engine_megatron.adapter.linear_adapters import (
     find_linear_layers,
 )
 from temper_engine_megatron.bridge_compat import BridgeTranslation
-from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
+from temper_engine_megatron.bridge_compat.bridge_translation import (
+    find_sparse_layers,
+    has_expert_stacks,
+)
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import has_tied_head, list_weight_modules
 from temper_engine_megatron.huggingface.weight_names import (
@@ -165,12 +168,30 @@ def plan_placement(
     file_names: FileNames,
     membership: Membership,
 ) -> AdapterPlacement:
-    """Plan where to attach the adapter, before the model is built.
+    """Plan where to attach the adapter, before the model is built; raises as `plan_adapter`."""
+    return AdapterPlacement(
+        plan=plan_adapter(
+            config, hf_config=hf_config, translation=translation, file_names=file_names
+        ),
+        translation=translation,
+        file_names=file_names,
+        context=_build_layer_context(config, membership=membership, model=config.model),
+    )
+
+
+def plan_adapter(
+    config: MegatronConfig,
+    *,
+    hf_config: PretrainedConfig,
+    translation: BridgeTranslation,
+    file_names: FileNames,
+) -> AdapterPlan:
+    """Match the adapter's settings with the model.
 
     Raises:
         ConfigError: If no module matches, or if one matches that cannot have an adapter.
-        CapabilityError: If the adapter directory has another kind of adapter, or experts without
-            gates are adapted.
+        CapabilityError: If the adapter directory has another kind of adapter, or experts are
+            adapted that have no gates or one tensor for all.
     """
     if config.recompute != "none" and config.lora.dropout > 0:
         raise ConfigError(
@@ -214,6 +235,12 @@ def plan_placement(
             f"for experts without gates, such as those of {hf_config.model_type}: use the FSDP "
             "engine, or name linear layers in lora.target_modules."
         )
+    if plan.expert_targets and has_expert_stacks(hf_config):
+        raise CapabilityError(
+            "lora.target_parameters names expert tensors, but the Megatron engine has no adapters "
+            f"for those of {hf_config.model_type}, which are one tensor for all experts: use the "
+            "FSDP engine, or name linear layers in lora.target_modules."
+        )
     _check_key_heads(plan, config=config, translation=translation)
     if plan.expert_targets and config.expert_tensor_parallel_size not in (
         1,
@@ -225,12 +252,7 @@ def plan_placement(
             "replicated parameters wrongly: set it to 1 or to tensor_parallel "
             f"({config.tensor_parallel})."
         )
-    return AdapterPlacement(
-        plan=plan,
-        translation=translation,
-        file_names=file_names,
-        context=_build_layer_context(config, membership=membership, model=config.model),
-    )
+    return plan
 
 
 def _check_key_heads(

@@ -174,6 +174,11 @@ def is_expert_stack(name: str) -> bool:
     return _STACKED_EXPERTS.fullmatch(name) is not None
 
 
+def has_expert_stacks(hf_config: PretrainedConfig) -> bool:
+    """Return True if the engine runs the experts of this model in `StackedExperts`."""
+    return bool(hf_config.model_type == "gpt_oss")
+
+
 def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     """Return a copy for the class with a language-model head, by whose name the bridge looks."""
     causal_lm_config = copy.deepcopy(hf_config)

@@ -1,6 +1,8 @@
 """Hugging Face models: their config, module names and initial weights as float32 tensors."""
 
 import copy
+import logging
+import re
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +25,11 @@ from transformers import (
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.file_names import FileNames, find_file_names
+from temper_engine_api.model_files import ModelFiles, drop_quantization
 from temper_engine_api.settings_check import check_head_counts, check_num_layers
 from temper_engine_api.specs import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 SCALAR_HEAD_PREFIX = "score."
 
@@ -35,7 +40,11 @@ TensorReader = Callable[[str], Tensor]
 def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
     """Load the model's config from its directory, or build it from the architecture.
 
+    Returns:
+        The config without the quantization of the weights, which is undone when they are read.
+
     Raises:
+        CapabilityError: If weights have a quantization that cannot be undone.
         ConfigError: If transformers does not know the architecture or rejects its fields, or remote
             code is requested.
     """
@@ -51,13 +60,15 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
                 "from the Hugging Face Hub first, and set model.path to its directory."
             )
         try:
-            return AutoConfig.from_pretrained(spec.path)
+            read_config: PretrainedConfig = AutoConfig.from_pretrained(spec.path)
         except ValueError as error:
             raise ConfigError(
                 f"transformers cannot read the config of the model in {spec.path}: "
                 f"{_first_sentence(error)} Set model.path to a directory with a complete "
                 "config.json."
             ) from error
+        drop_quantization(read_config)
+        return read_config
     fields = spec.to_config_fields()
     model_type = str(fields.pop("model_type"))
     try:
@@ -123,10 +134,13 @@ def list_weight_modules(spec: ModelSpec, hf_config: PretrainedConfig) -> tuple[s
 
 def read_file_names(spec: ModelSpec, hf_config: PretrainedConfig) -> FileNames:
     """Find out how transformers saves the tensors of the model; see `find_file_names`."""
-    model = _build_on_meta(spec, hf_config)
+    return _read_file_names(_build_on_meta(spec, hf_config))
+
+
+def _read_file_names(model: PreTrainedModel) -> FileNames:
     return find_file_names(
         {name: tensor.shape for name, tensor in model.state_dict().items()},
-        model_type=hf_config.model_type,
+        model_type=model.config.model_type,
         revert=lambda tensors: _revert_conversions(model, tensors),
     )
 
@@ -177,11 +191,9 @@ def open_initial_weights(
         WeightError: If other names are missing in the files, or unexpected.
         CapabilityError: If transformers' model has other weights than the engine's.
     """
-    # The files may contain a head that a value model does not have, or a copy of a tied embedding.
-    ignored = set() if "lm_head.weight" in names else {"lm_head.weight"}
     if spec.path is None:
         new_weights = _initialize_weights(spec, hf_config, file_names=file_names)
-        differing = sorted((new_weights.keys() ^ set(names)) - ignored)
+        differing = sorted((new_weights.keys() ^ set(names)) - _list_ignored_names(names))
         if differing:
             raise CapabilityError(
                 f"only one of the Megatron engine and transformers has the weights "
@@ -189,37 +201,103 @@ def open_initial_weights(
             )
         yield new_weights.__getitem__
         return
-    files = _find_files(Path(spec.path))
-    not_in_files = {name for name in names if name not in files}
-    new_head = {name for name in not_in_files if name.startswith(SCALAR_HEAD_PREFIX)}
-    missing = sorted(not_in_files - new_head)
-    unexpected = sorted(files.keys() - set(names) - ignored)
+    files = _open_files(spec)
+    _check_weight_names(spec, hf_config, files=files, names=names)
+    with files.open() as read_file:
+
+        def read(name: str) -> Tensor:
+            if name not in files:
+                return _initialize_scalar_head(spec, hf_config, is_bias=name.endswith("bias"))
+            return read_file(name).float()
+
+        yield read
+
+
+def check_weight_headers(spec: ModelSpec, hf_config: PretrainedConfig) -> None:
+    """Check names and shapes in the files of a model with a path, without reading weights.
+
+    Raises:
+        WeightError: If they differ from those of transformers' model.
+        CapabilityError: If weights have a quantization that cannot be undone.
+    """
+    if spec.path is None:
+        return
+    files = _open_files(spec)
+    model = _build_on_meta(spec, hf_config)
+    file_names = _read_file_names(model)
+    persistent = model.state_dict().keys()
+    # Unlike `state_dict`, these list a tied tensor once.
+    tensors = dict(model.named_parameters()) | {
+        name: buffer for name, buffer in model.named_buffers() if name in persistent
+    }
+    expected = {
+        file_name: part_shape
+        for name, tensor in tensors.items()
+        for file_name, part_shape in file_names.list_shapes(name, tensor.shape)
+    }
+    _check_weight_names(spec, hf_config, files=files, names=expected)
+    shapes = files.read_shapes()
+    other = [name for name in expected if name in shapes and shapes[name] != expected[name]]
+    if other:
+        raise WeightError(
+            f"the weights in {spec.path} do not match their config: {other[0]} has the shape "
+            f"{list(shapes[other[0]])} instead of {list(expected[other[0]])}. Use the config.json "
+            "that was saved with them."
+        )
+
+
+def _check_weight_names(
+    spec: ModelSpec, hf_config: PretrainedConfig, *, files: ModelFiles, names: Collection[str]
+) -> None:
+    """Check that files have the weights of the model.
+
+    Raises:
+        WeightError: If names are missing or unexpected.
+    """
+    missing = sorted(
+        name for name in names if name not in files and not name.startswith(SCALAR_HEAD_PREFIX)
+    )
+    unexpected = sorted(files.keys() - set(names) - _list_ignored_names(names))
+    if unexpected:
+        # Layers for multi-token prediction, for example.
+        patterns = _build_on_meta(spec, hf_config)._keys_to_ignore_on_load_unexpected or ()
+        ignored = re.compile("|".join(f"({pattern})" for pattern in patterns) or "(?!)")
+        skipped = [name for name in unexpected if ignored.search(name)]
+        unexpected = [name for name in unexpected if not ignored.search(name)]
+        if skipped:
+            logger.info(
+                "%d tensors in %s are not loaded, because transformers' %s does not use them, such "
+                "as %s",
+                len(skipped),
+                spec.path,
+                hf_config.model_type,
+                skipped[0],
+            )
     if missing or unexpected:
         raise WeightError(
             f"the weights in {spec.path} do not match their config: missing {missing[:5]}, "
             f"unexpected {unexpected[:5]}. Check that the directory is complete."
         )
 
-    def read(name: str) -> Tensor:
-        if name in new_head:
-            return _initialize_scalar_head(spec, hf_config, is_bias=name.endswith("bias"))
-        with safe_open(files[name], framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-        return tensor.float()
 
-    yield read
+def _list_ignored_names(names: Collection[str]) -> set[str]:
+    """List names that files or transformers may have in addition to those of the engine."""
+    # A head that a value model does not have, or a copy of a tied embedding.
+    return set() if "lm_head.weight" in names else {"lm_head.weight"}
 
 
-def _find_files(folder: Path) -> dict[str, Path]:
-    """Return each tensor's file."""
-    files: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
+def _open_files(spec: ModelSpec) -> ModelFiles:
+    """Return the files of a model with a path.
+
+    Raises:
+        WeightError: If there are none.
+    """
+    assert spec.path is not None
+    files = ModelFiles(spec.path, open_file=safe_open)
     if not files:
         raise WeightError(
-            f"{folder} has no safetensors files: set model.path to a Hugging Face model directory "
-            "with weights in that format."
+            f"{spec.path} has no safetensors files: set model.path to a Hugging Face model "
+            "directory with weights in that format."
         )
     return files
 

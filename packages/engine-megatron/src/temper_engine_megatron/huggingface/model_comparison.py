@@ -187,7 +187,18 @@ def list_untested_fields(hf_config: PretrainedConfig) -> list[str]:
     kinds = values.get("layers_block_type")
     if kinds is not None and "moe" not in kinds:
         untested.append(f"layers_block_type={kinds}")
+    # Only some model types of transformers read it, but the engine does for all.
+    factors = _list_rotary_factors(values)
+    if factors != _list_rotary_factors(type(hf_config)().to_dict()):
+        untested += [f"partial_rotary_factor={factor:g}" for factor in sorted(factors)]
     return untested
+
+
+def _list_rotary_factors(fields: Mapping[str, Any]) -> set[float]:
+    """Return which parts of a head rotate; layers of some kinds may have settings of their own."""
+    rope = fields.get("rope_parameters") or {}
+    kinds = [settings for settings in rope.values() if isinstance(settings, Mapping)] or [rope]
+    return {settings.get("partial_rotary_factor", 1.0) for settings in kinds}
 
 
 @contextmanager

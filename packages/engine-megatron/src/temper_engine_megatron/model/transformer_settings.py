@@ -14,7 +14,10 @@ from transformers import PretrainedConfig
 
 from temper_engine_api.distributed.process_group import choose_device
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
+from temper_engine_megatron.bridge_compat.bridge_translation import (
+    find_sparse_layers,
+    has_expert_stacks,
+)
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import has_tied_head
 from temper_engine_megatron.model.config_overrides import to_megatron_values
@@ -359,7 +362,7 @@ def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> d
         "rotary_kinds": None if rotary_kinds is None else tuple(map(rotary_kinds.index, kinds)),
         "has_post_norms": is_gemma,
         "embedding_scale": transformer_config.hidden_size**0.5 if is_gemma else None,
-        "stacks_experts": hf_config.model_type == "gpt_oss",
+        "stacks_experts": has_expert_stacks(hf_config),
         "hf_config": hf_config,
         # Megatron's linear attention refuses packed sequences.
         "experimental_attention_variant": None,

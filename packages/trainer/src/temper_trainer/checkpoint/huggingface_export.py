@@ -18,6 +18,7 @@ from transformers import (
 
 from temper_engine_api.checkpoint.transaction import sync_directory
 from temper_engine_api.errors import CheckpointError
+from temper_engine_api.model_files import drop_quantization
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.vision_language import IMAGE_PROCESSOR_FILES, has_image_encoder
 from temper_engine_api.weights import NamedWeight
@@ -112,7 +113,11 @@ def _sync_files(directory: Path) -> None:
 def build_model_config(model: ModelSpec) -> PretrainedConfig:
     """Return the Hugging Face config of a spec, from its model directory or its architecture."""
     if model.path is not None:
-        return AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
+        drop_quantization(config)
+        return config
     fields = dict(model.architecture)
     return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -19,6 +20,7 @@ from transformers import (
 
 from temper_engine_api.errors import ConfigError, WeightError
 from temper_engine_api.file_names import find_file_names
+from temper_engine_api.model_files import ModelFiles, drop_quantization
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.vision_language import has_image_encoder
 from temper_engine_api.weights import NamedWeight, WeightEntry, check_weight_entries
@@ -47,6 +49,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
     Raises:
         ConfigError: If model.path cannot be loaded, or transformers does not know
             model.architecture.
+        CapabilityError: If weights have a quantization that cannot be undone.
     """
     if spec.path is not None and not Path(spec.path).is_dir():
         raise ConfigError(
@@ -57,8 +60,17 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
             config = AutoConfig.from_pretrained(
                 spec.path, local_files_only=True, trust_remote_code=spec.trust_remote_code
             )
-            model = get_language_model_class(config).from_pretrained(
-                spec.path,
+            source: str | None = spec.path
+            model_class, weights = get_language_model_class(config), {}
+            if drop_quantization(config):
+                source, model_class = None, model_class._model_mapping[type(config)]
+                files = ModelFiles(spec.path, open_file=safe_open)
+                with files.open() as read:
+                    weights = {"state_dict": {name: read(name) for name in files}}
+            model = model_class.from_pretrained(
+                source,
+                config=config,
+                **weights,
                 dtype=dtype,
                 attn_implementation=SLOT_ATTENTION,
                 local_files_only=True,

@@ -3,7 +3,10 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from packages.trainer.tests.rollout.models_for_tests import FAMILIES, make_tokenizer
+from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
 from temper_trainer.rollout.vllm.server_spec import build_server_spec, build_teacher_server_spec
 
@@ -24,6 +27,22 @@ def test_servers_of_a_vision_language_model_load_no_encoder_of_images(tmp_path: 
     ):
         assert spec.arguments["language_model_only"] is True
         assert spec.vocab_size == 41
+
+
+def test_servers_hold_published_weights_without_the_quantization_of_the_model(
+    tmp_path: Path,
+) -> None:
+    quantization = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    fields = {"model_type": "qwen3", "quantization_config": quantization}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    settings = ["rollout=vllm", "data.train.paths=[a.jsonl]", f"actor.engine.model.path={tmp_path}"]
+    spec = build_server_spec(load(settings).config, tokenizer=make_tokenizer())
+    assert "model" not in spec.arguments
+    assert "quantization_config" not in json.loads(spec.files["config.json"])
+    with pytest.raises(ConfigError, match="are quantized and those that the trainer publishes"):
+        build_server_spec(
+            load([*settings, "rollout.vllm.load_format=auto"]).config, tokenizer=make_tokenizer()
+        )
 
 
 def test_config_of_a_vision_language_model_from_scratch_names_the_full_class() -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import torch
-from torch import nn
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -186,6 +187,50 @@ def write_model(model: TinyModel, *, folder: Path, seed: int = 0) -> Path:
         _fill(network, generator=torch.Generator().manual_seed(seed), head_scale=model.head_scale)
         network.save_pretrained(target)
     return target
+
+
+def quantize_as_published(
+    folder: Path, *, block_size: int = 16, surplus: str = "model.layers.61.eh_proj.weight"
+) -> dict[str, Tensor]:
+    """Quantize the linear layers of a written model as DeepSeek-V3 is published, in FP8.
+
+    Args:
+        folder: The model's directory.
+        block_size: Rows and columns with one scale.
+        surplus: Name of a tensor to add, of a layer for multi-token prediction.
+
+    Returns:
+        The dequantized weights, without the added tensor.
+    """
+    path = folder / "model.safetensors"
+    weights, stored = load_file(path), {}
+    for name, weight in list(weights.items()):
+        stored[name] = weight
+        if not name.endswith("proj.weight") and "proj_with_mqa" not in name:
+            continue
+        rows = [
+            [_quantize(block) for block in row.split(block_size, dim=1)]
+            for row in weight.split(block_size)
+        ]
+        stored[name] = torch.cat([torch.cat([block for block, _ in row], dim=1) for row in rows])
+        stored[f"{name}_scale_inv"] = torch.stack(
+            [torch.stack([scale for _, scale in row]) for row in rows]
+        )
+        weights[name] = torch.cat(
+            [torch.cat([block.float() * scale for block, scale in row], dim=1) for row in rows]
+        )
+    stored[surplus] = torch.ones(2, 2)
+    save_file(stored, path, metadata={"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [block_size] * 2}
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text())
+    config_path.write_text(json.dumps({**config, "quantization_config": settings}))
+    return weights
+
+
+def _quantize(block: Tensor) -> tuple[Tensor, Tensor]:
+    scale = block.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (block / scale).to(torch.float8_e4m3fn), scale
 
 
 def _build(model: TinyModel) -> PreTrainedModel:

@@ -6,6 +6,7 @@ from pathlib import Path
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from temper_engine_api.errors import ConfigError
+from temper_engine_api.model_files import drop_quantization
 from temper_engine_api.process_folders import open_temporary_folder
 from temper_engine_api.vision_language import has_image_encoder
 from temper_trainer.config.distillation import TeacherConfig
@@ -55,7 +56,16 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
     if has_image_encoder(model_config.model_type):
         arguments["language_model_only"] = True  # no memory for images, which no prompt has
     files: dict[str, bytes] = {}
-    if model.path is not None:
+    is_published = not is_adapter and config.task not in INFERENCE_TASKS
+    if is_published and drop_quantization(model_config):
+        # vLLM would round the published weights to the format in the model's directory.
+        if load_format != "dummy":
+            raise ConfigError(
+                f"rollout.vllm.load_format is {load_format}, but the weights in {model.path} are "
+                "quantized and those that the trainer publishes are not: set it to dummy."
+            )
+        files = _make_config_files(model_config, tokenizer)
+    elif model.path is not None:
         arguments |= {
             "model": model.path,
             **_choose_tokenizer(config.data.tokenizer.path or model.path),
