@@ -15,7 +15,7 @@ from temper_engine_megatron.bridge_compat.supported_versions import (
     VERSION_PAIRS,
     VersionPair,
     find_installed_pair,
-    get_expert_submodules,
+    get_mlp_submodules,
     replace_experts,
 )
 
@@ -27,7 +27,7 @@ __all__ = [
     "VersionPair",
     "WeightMapping",
     "find_installed_pair",
-    "get_expert_submodules",
+    "get_mlp_submodules",
     "is_expert_stack",
     "replace_experts",
 ]

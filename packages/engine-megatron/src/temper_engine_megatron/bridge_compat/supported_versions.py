@@ -39,7 +39,7 @@ class VersionPair:
     It uses 10000 if it finds none."""
     router_needs_transformer_engine: bool
     """True if the router calls a GEMM function that only TransformerEngine defines."""
-    wraps_expert_submodules: bool
+    wraps_mlp_submodules: bool
     """True if `layer_spec.submodules.mlp` is a `functools.partial` that holds the submodules."""
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ VERSION_PAIRS = (
         },
         ignores_rope_parameters=True,
         router_needs_transformer_engine=True,
-        wraps_expert_submodules=False,
+        wraps_mlp_submodules=False,
     ),
     VersionPair(
         core=SpecifierSet(">=0.19.2,<0.20"),
@@ -71,7 +71,7 @@ VERSION_PAIRS = (
         unused_package_importers={"transformer_engine": "megatron.bridge.peft."},
         ignores_rope_parameters=False,
         router_needs_transformer_engine=False,
-        wraps_expert_submodules=True,
+        wraps_mlp_submodules=True,
     ),
 )
 """Supported pairs of versions, oldest first."""
@@ -100,20 +100,18 @@ def find_installed_pair() -> VersionPair:
     )
 
 
-def get_expert_submodules(layer_spec: Any) -> Any:
-    """Return the submodules of a layer spec's mixture of experts, to be replaced in place."""
-    experts = layer_spec.submodules.mlp
+def get_mlp_submodules(layer_spec: Any) -> Any:
+    """Return the parts of a layer spec's MLP or mixture of experts, to be replaced in place."""
+    mlp = layer_spec.submodules.mlp
     return (
-        experts.keywords["submodules"]
-        if find_installed_pair().wraps_expert_submodules
-        else experts.submodules
+        mlp.keywords["submodules"] if find_installed_pair().wraps_mlp_submodules else mlp.submodules
     )
 
 
 def replace_experts(layer_spec: Any, experts: type) -> None:
     """Replace the module of a layer spec's sequential experts, in place."""
-    submodules = get_expert_submodules(layer_spec)
-    if find_installed_pair().wraps_expert_submodules:
+    submodules = get_mlp_submodules(layer_spec)
+    if find_installed_pair().wraps_mlp_submodules:
         submodules.experts = functools.partial(experts, **submodules.experts.keywords)
     else:
         submodules.experts.module = experts

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from temper_engine_megatron.bridge_compat import get_expert_submodules, replace_experts
+from temper_engine_megatron.bridge_compat import get_mlp_submodules, replace_experts
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.model.grouped_experts import GroupedExperts
 from temper_engine_megatron.model.latent_attention import LatentAttention
@@ -189,7 +189,7 @@ def _build_layer_spec(transformer_config: Any, *, kind: _LayerKind, groups_exper
         layer.module = PostNormLayer
     if kind.has_experts:
         layer.module = MoETransformerLayer
-        get_expert_submodules(layer).router = SequenceLossRouter
+        get_mlp_submodules(layer).router = SequenceLossRouter
         experts = _choose_experts(transformer_config, groups_experts=groups_experts)
         if experts is not None:
             replace_experts(layer, experts)
