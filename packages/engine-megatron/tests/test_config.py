@@ -7,11 +7,13 @@ import pytest
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.registry import load_conformance_layouts, load_engine_config_class
-from temper_engine_api.specs import ModelSpec
+from temper_engine_api.specs import LoraSpec, ModelSpec, PrecisionSpec
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import load_hf_config
 
 MODEL = ModelSpec(path="/a/model")
+VALUE_MODEL = ModelSpec(path="/a/model", model_type="value_model")
+FP16 = PrecisionSpec(compute="fp16")
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,53 @@ MODEL = ModelSpec(path="/a/model")
 def test_sizes_without_meaning_are_refused(changes, match):
     with pytest.raises(ConfigError, match=match):
         MegatronConfig(model=MODEL, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (
+            {"float8": "tensorwise"},
+            "float8 is tensorwise, but layers is torch, .* set layers to transformer_engine",
+        ),
+        (
+            {"float8": "blockwise", "layers": "transformer_engine", "precision": FP16},
+            "float8 is blockwise, but precision.compute is fp16: .* set it to bf16",
+        ),
+        (
+            {
+                "float8": "tensorwise",
+                "layers": "transformer_engine",
+                "lora": LoraSpec(rank=2, alpha=4.0),
+            },
+            "float8 is tensorwise, but lora is on, .* set float8 to none",
+        ),
+        (
+            {"float8": "tensorwise", "layers": "transformer_engine", "model": VALUE_MODEL},
+            "model.model_type is value_model, whose scalar head prevents float8 products",
+        ),
+        (
+            {
+                "float8": "blockwise",
+                "layers": "transformer_engine",
+                "tensor_parallel": 2,
+                "sequence_parallel": True,
+            },
+            "have not been tested together: set float8 to tensorwise",
+        ),
+        (
+            {"layers": "transformer_engine", "precision": PrecisionSpec(compute="fp32")},
+            "precision.compute is fp32, which TransformerEngine multiplies in TF32",
+        ),
+        (
+            {"layers": "transformer_engine", "device": "cpu"},
+            "device is cpu, and TransformerEngine needs CUDA: set layers to torch",
+        ),
+    ],
+)
+def test_layers_that_cannot_compute_as_requested_are_refused(changes, match):
+    with pytest.raises(ConfigError, match=match):
+        MegatronConfig(**{"model": MODEL, **changes})
 
 
 def test_replica_size_is_the_product_of_all_splits():

@@ -96,7 +96,7 @@ PREFIXES_SINCE_0_19 = {"megatron_fsdp_", "lion_", "soap_", "adaptive_muon_"}
         (
             "override_transformer_config",
             "fp8",
-            "which only layers of TransformerEngine read, .* remove it. FSDPEngine has float8",
+            "which only layers of TransformerEngine read: remove it. .* with float8",
         ),
         ("override_transformer_config", "transformer_impl", "only layers of TransformerEngine"),
         (

@@ -29,6 +29,7 @@ from temper_engine_megatron.huggingface.huggingface_model import (
 from temper_engine_megatron.huggingface.model_comparison import check_computes_alike
 from temper_engine_megatron.model.config_overrides import check_overrides, to_megatron_values
 from temper_engine_megatron.model.gpt_chunks import ModelChunks, build_chunks
+from temper_engine_megatron.model.transformer_engine_checks import check_installed, check_usable
 from temper_engine_megatron.model.transformer_settings import configure_transformer
 from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 from temper_engine_megatron.runtime.known_warnings import ignore_known_warnings
@@ -100,6 +101,7 @@ def check_model(config: MegatronConfig) -> None:
     """
     check_overrides(config)
     _check_offload(config)
+    check_installed(config)
     hf_config = load_hf_config(config.model)
     check_has_head(config.model, hf_config)
     warn_about_undeclared_keys(hf_config, architecture=config.model.architecture)
@@ -131,6 +133,8 @@ def build_components(config: MegatronConfig, *, loss_scale: LossScale) -> Engine
     # First what needs no process group, so that a mistake in the config leaves none behind.
     check_overrides(config)
     _check_offload(config)
+    check_installed(config)
+    check_usable(config)
     hf_config = load_hf_config(config.model)
     check_has_head(config.model, hf_config)
     translation = BridgeTranslation(hf_config)

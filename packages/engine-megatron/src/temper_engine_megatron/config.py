@@ -8,6 +8,8 @@ from typing import Literal
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import EngineConfig, Scalar
 
+Float8Scaling = Literal["none", "tensorwise", "blockwise"]
+"""Granularity of the scales with which tensors are rounded to float8."""
 Override = Scalar | tuple[Scalar, ...]
 """Value of a field in Megatron's own configs."""
 
@@ -65,6 +67,18 @@ class MegatronConfig(EngineConfig):
     """Number of positions whose logits are in memory at once."""
     compile_head: bool = False
     """Compile each pass over logits to one kernel; worthwhile on CUDA."""
+    layers: Literal["torch", "transformer_engine"] = "torch"
+    """Implementation of the linear layers of attention and dense MLPs.
+
+    transformer_engine needs CUDA, 16-bit compute and the package transformer-engine. It adds
+    weight gradients to the float32 sum inside the product. Norms, attention, experts, latent and
+    linear attention, Mamba layers and the output head remain the same."""
+    float8: Float8Scaling = "none"
+    """Compute the products of these layers in float8; needs `layers: transformer_engine`.
+
+    tensorwise has one scale per tensor, so log-probs depend on the rest of the micro-batch.
+    blockwise has a scale per 128 numbers of a token, and per 128 x 128 numbers of a weight. Needs
+    bf16 compute, and a GPU with float8 (Ada, Hopper or newer; blockwise Hopper or newer)."""
 
     remove_padding: bool = True
     """Concatenate a micro-batch's sequences.
@@ -119,6 +133,7 @@ class MegatronConfig(EngineConfig):
                 "null for one chunk per stage."
             )
         self._check_stages()
+        self._check_layers()
 
     def _check_stages(self) -> None:
         num_chunks = self.pipeline_parallel * (self.virtual_pipeline or 1)
@@ -139,6 +154,46 @@ class MegatronConfig(EngineConfig):
                 raise ConfigError(
                     f"{name} is {getattr(self, name)}, but must be at least 0 and finite."
                 )
+
+    def _check_layers(self) -> None:
+        if self.float8 != "none" and self.layers != "transformer_engine":
+            raise ConfigError(
+                f"float8 is {self.float8}, but layers is {self.layers}, and only TransformerEngine "
+                "has float8 products here: set layers to transformer_engine, or float8 to none."
+            )
+        if self.float8 != "none" and self.precision.compute != "bf16":
+            raise ConfigError(
+                f"float8 is {self.float8}, but precision.compute is {self.precision.compute}: "
+                "float8 products have bf16 inputs and outputs, so set it to bf16."
+            )
+        if self.float8 != "none" and self.lora.is_enabled:
+            raise ConfigError(
+                f"float8 is {self.float8}, but lora is on, and adapters over float8 layers are not "
+                "supported: set float8 to none."
+            )
+        if self.float8 != "none" and self.model.model_type != "language_model":
+            # Gradients follow each other in one buffer. The head's bias is one number, and shifts
+            # those after it to addresses that float8 products cannot write to.
+            raise ConfigError(
+                f"float8 is {self.float8}, but model.model_type is {self.model.model_type}, whose "
+                "scalar head prevents float8 products of gradients: set float8 to none."
+            )
+        if self.float8 == "blockwise" and self.sequence_parallel:
+            raise ConfigError(
+                "float8 is blockwise and sequence_parallel is on, which have not been tested "
+                "together: set float8 to tensorwise, or turn sequence_parallel off."
+            )
+        if self.layers == "transformer_engine" and self.precision.compute == "fp32":
+            raise ConfigError(
+                "layers is transformer_engine, but precision.compute is fp32, which "
+                "TransformerEngine multiplies in TF32: set precision.compute to bf16, or layers to "
+                "torch."
+            )
+        if self.layers == "transformer_engine" and self.device == "cpu":
+            raise ConfigError(
+                "layers is transformer_engine, but device is cpu, and TransformerEngine needs "
+                "CUDA: set layers to torch."
+            )
 
     def check_num_ranks(self, num_ranks: int) -> None:
         """Check that the ranks can be divided into copies of the experts.

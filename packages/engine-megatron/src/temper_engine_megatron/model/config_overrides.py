@@ -333,8 +333,8 @@ def _check_name(name: str, *, key: str, known: Iterable[str], class_name: str) -
         )
     if name in _ONLY_TRANSFORMER_ENGINE or name.startswith(_TRANSFORMER_ENGINE_PREFIXES):
         raise ConfigError(
-            f"{key} names {name!r}, which only layers of TransformerEngine read, and the layers of "
-            "MegatronEngine are plain torch: remove it. FSDPEngine has float8 layers (float8)."
+            f"{key} names {name!r}, which only layers of TransformerEngine read: remove it. This "
+            "config selects these layers with layers, and their float8 products with float8."
         )
     if name in _UNUSED or name.startswith(_UNUSED_PREFIXES):
         raise ConfigError(

@@ -150,6 +150,7 @@ def build_chunks(
             num_chunks=num_chunks,
             membership=membership,
             groups_experts=config.expert_products != "sequential",
+            uses_transformer_engine=config.layers == "transformer_engine",
         )
         for i in range(num_chunks)
     )
@@ -207,6 +208,7 @@ def _build_chunk(
     num_chunks: int,
     membership: Membership,
     groups_experts: bool,
+    uses_transformer_engine: bool,
 ) -> PackedGPTModel:
     pp = membership.topology.pp
     return PackedGPTModel(
@@ -215,6 +217,7 @@ def _build_chunk(
             transformer_config,
             layers=_list_layers(transformer_config, stage=pp.rank, index=index),
             groups_experts=groups_experts,
+            uses_transformer_engine=uses_transformer_engine,
         ),
         vocab_size=transformer_config.vocab_size,
         max_sequence_length=transformer_config.seq_length,

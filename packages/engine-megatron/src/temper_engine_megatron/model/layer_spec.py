@@ -1,7 +1,7 @@
-"""The decoder layer: Megatron's parallel linear layers with a norm and attention in plain torch.
+"""The decoder layer: parallel linear layers with a norm and attention in plain torch.
 
 Megatron's own plain-torch norm refuses sequence parallelism, and its plain-torch attention refuses
-packed sequences and context parallelism. TransformerEngine's layers are not offered; see
+packed sequences and context parallelism. The linear layers can be TransformerEngine's; see
 docs/decisions/0025-layers-in-plain-torch.md.
 """
 
@@ -148,7 +148,11 @@ class _LayerKind:
 
 
 def build_block_spec(
-    transformer_config: Any, *, layers: Sequence[int], groups_experts: bool
+    transformer_config: Any,
+    *,
+    layers: Sequence[int],
+    groups_experts: bool,
+    uses_transformer_engine: bool,
 ) -> Any:
     """Build Megatron's spec of one chunk of the decoder: its layers and the norm after the last.
 
@@ -156,6 +160,7 @@ def build_block_spec(
         transformer_config: Megatron's transformer config.
         layers: Numbers of the chunk's layers, counted from 0.
         groups_experts: Compute the experts of a layer in one grouped product where possible.
+        uses_transformer_engine: Use TransformerEngine's linear layers in attention and dense MLPs.
     """
     sparse_layers = find_sparse_layers(transformer_config)
     kinds = [
@@ -170,6 +175,18 @@ def build_block_spec(
         kind: _build_layer_spec(transformer_config, kind=kind, groups_experts=groups_experts)
         for kind in set(kinds)
     }
+    if uses_transformer_engine:
+        # Imported here, because it needs TransformerEngine.
+        from temper_engine_megatron.model.transformer_engine_layers import replace_linear_layers
+
+        has_paired_layers = transformer_config.has_paired_layers
+        for kind, spec in specs.items():
+            replace_linear_layers(
+                spec,
+                in_attention=kind.mixes_tokens
+                and not (kind.is_linear or transformer_config.multi_latent_attention),
+                in_mlp=not kind.has_experts and (has_paired_layers or not kind.mixes_tokens),
+            )
     return TransformerBlockSubmodules(
         layer_specs=[specs[kind] for kind in kinds], layer_norm=RMSNorm
     )

@@ -75,6 +75,14 @@ OWN_FIELDS = frozenset(
     }
 )
 """Attributes that this engine's layers need, and Megatron's class does not have."""
+_FLOAT8_FIELDS: Mapping[str, dict[str, object]] = {
+    # The other recipe with one scale per tensor, "delayed", takes it from earlier micro-batches:
+    # log-probs would depend on a history that no checkpoint contains.
+    "none": {"fp8": None},
+    "tensorwise": {"fp8": "hybrid", "fp8_recipe": "tensorwise"},
+    "blockwise": {"fp8": "e4m3", "fp8_recipe": "blockwise"},
+}
+"""Formats: e4m3, and in "hybrid" e5m2 for gradients."""
 _RECOMPUTE_FIELDS: Mapping[str, dict[str, object]] = {
     "none": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -111,6 +119,7 @@ def configure_transformer(
         **_expert_fields(transformer_config, config, hf_config=hf_config),
         **_attention_fields(transformer_config, hf_config),
         **_latent_fields(transformer_config, hf_config),
+        **_FLOAT8_FIELDS[config.float8],
         "vocab_size": padded_vocab_size,
         "share_embeddings_and_output_weights": is_language_model and has_tied_head(hf_config),
         # Apply overrides last, so that they replace the engine's values.

@@ -18,6 +18,8 @@ _KNOWN_WARNINGS = (
     r"full scope is deprecated. Use empty cuda_graph_(scope|modules)",
     # Functions that torch has renamed and Megatron-Core still calls.
     r"`torch.distributed.\w+` is deprecated",
+    # A module that TransformerEngine has renamed and Megatron-Core still imports.
+    r"Using deprecated internal API from Transformer Engine",
 )
 
 
@@ -29,6 +31,6 @@ def ignore_known_warnings() -> Iterator[None]:
     """
     with warnings.catch_warnings():
         for message in _KNOWN_WARNINGS:
-            for category in (UserWarning, FutureWarning):
+            for category in (UserWarning, FutureWarning, DeprecationWarning):
                 warnings.filterwarnings("ignore", message=message, category=category)
         yield

@@ -5,7 +5,7 @@ process can share it if they have the same parallel sizes; the last engine to le
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
@@ -23,6 +23,9 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
+
+_FLOAT8_TOKENS: Mapping[str, int] = {"none": 1, "tensorwise": 16, "blockwise": 128}
+"""Multiple of the tokens on a rank, by `float8`; a block has 128 tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,8 +282,10 @@ def _build_topology(config: MegatronConfig, pg_collection: Any) -> Topology:
             micro_batch_multiple=micro_batch_multiple,
             min_micro_batches=micro_batch_multiple,
             # Context and sequence parallelism all-gather slices of the tokens, so all ranks' slices
-            # must have the same length.
-            token_multiple=cp.size * (tp.size if config.sequence_parallel else 1),
+            # must have the same length. Float8 products need a multiple as well.
+            token_multiple=cp.size
+            * (tp.size if config.sequence_parallel else 1)
+            * _FLOAT8_TOKENS[config.float8],
         ),
     )
 
