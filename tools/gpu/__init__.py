@@ -12,5 +12,6 @@ Programs, each with its options in its docstring; the other modules belong to on
 | `weight_sync` | transports of weights | `weight_sync.md` |
 | `page_commands` | whether the commands of docs/how-to/gpu.md run | |
 
-`float8_engine` is for the conformance kit. `pack_wheels` packs what a host without network lacks.
+`float8_engine` and `transformer_engine_engines` are for the conformance kit. `pack_wheels` packs
+what a host without network lacks.
 """

@@ -73,6 +73,7 @@ class Row:
 
     Engines: `recompute`, `eager`, `chunked` (head), `reshard`, `ep` (`expert_parallel`), `cudnn`
     (`sdpa_varlen`), `fa4`, `rowwise` and `tensorwise` (float8),
+    `te` (TransformerEngine's layers; with Megatron `tensorwise` and `blockwise` need it),
     `sequential` (Megatron's experts one after another), a Megatron layout such as `tp2-sp`;
     `profile`, `checkpoint` and `export` measure more. TRL: `kept` (no gradient checkpointing).
     All: `x2`, `x4` (GPUs).
@@ -235,6 +236,8 @@ def measure_megatron(row: Row, context: RankContext) -> Measurement:
         compile_head=context.scale.compiles,
         recompute="layers" if "recompute" in row.options else "none",
         expert_products="sequential" if "sequential" in row.options else "auto",
+        layers="transformer_engine" if "te" in row.options else "torch",
+        float8=next((r for r in ("tensorwise", "blockwise") if r in row.options), "none"),
         **layout,  # type: ignore[arg-type]
     )
     num_replicas = context.world_size // config.replica_size

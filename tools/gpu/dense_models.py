@@ -1,16 +1,16 @@
 r"""Compare RL updates of language models: FSDPEngine, MegatronEngine, a plain loop and TRL.
 
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:packages/engine-megatron/src:. \
-        python -m tools.gpu.dense_models --out FOLDER [--set one|two|four|experts] \
-        [--rows NAME,...] [--done FILE]
+        python -m tools.gpu.dense_models --out FOLDER \
+        [--set one|two|four|experts|transformer-engine] [--rows NAME,...] [--done FILE]
 
 Each row runs in its own processes on as many GPUs as it needs; rows run in parallel while GPUs are
 free. Results are appended to FOLDER/rows.jsonl, and the output of rows to FOLDER/log.txt. To
 continue an interrupted run, pass `--done rows.jsonl`: rows that are `ok` in that file are skipped,
 and the table contains both. Rows that do not fit into `--budget-s` are skipped and named.
 Needs torch with CUDA and transformers; `megatron` rows need megatron-core, megatron-bridge and
-omegaconf, `trl` rows TRL and datasets, `rowwise` and `tensorwise` rows torchao. `--rehearse` runs
-on a CPU at a tiny size.
+omegaconf, with `te` also transformer-engine, `trl` rows TRL and datasets, FSDPEngine's `rowwise`
+and `tensorwise` rows torchao. `--rehearse` runs on a CPU at a tiny size.
 """
 
 import argparse
@@ -98,6 +98,18 @@ TWO_GPUS = (
     "8B/8kx2/engine+recompute+cudnn",
 )
 """Rows on two GPUs, most important first."""
+TRANSFORMER_ENGINE = (
+    "8B-half/8k/megatron",
+    "8B-half/8k/megatron+te",
+    "8B-half/8k/megatron+te+tensorwise",
+    "8B-half/8k/megatron+te+blockwise",
+    "8B-half/8k/engine+cudnn",
+    "8B-half/8k/engine+cudnn+tensorwise",
+    "8B-half/8k/engine+cudnn+rowwise",
+    "8B-half/8k/megatron+te+recompute",
+    "8B-half/8k/megatron+te+tensorwise+recompute",
+)
+"""Rows of TransformerEngine's layers and float8 on one GPU, most important first."""
 FOUR_GPUS = (
     "8B/8k/engine+reshard+recompute+cudnn+x4",
     "8B/8k/engine+reshard+recompute+cudnn+rowwise+x4",
@@ -136,6 +148,7 @@ SETS: Mapping[str, Sequence[str]] = {
     "two": TWO_GPUS,
     "four": FOUR_GPUS,
     "experts": EXPERTS,
+    "transformer-engine": TRANSFORMER_ENGINE,
 }
 LIMIT_S = 240.0
 """Time limit of one row, in seconds."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -252,7 +253,12 @@ def open_engine(engine: BaseEngine) -> Iterator[BaseEngine]:
 def make_case_config(case: Case, layout: str) -> MegatronConfig:
     """Build the configuration of a case in a layout."""
     return make_megatron_config(
-        case.architecture, layout, precision=PrecisionSpec(compute=case.compute), lora=case.lora
+        case.architecture,
+        layout,
+        precision=PrecisionSpec(compute=case.compute),
+        lora=case.lora,
+        layers=case.layers,
+        float8=case.float8,
     )
 
 
@@ -269,9 +275,11 @@ def make_megatron_config(
 def record_norms(rows: Rows, rank: int, world_size: int, layout: str) -> None:
     """Record gradient norms of five updates for each case; on a single rank also FSDPEngine's."""
     for case in (case for case in CASES if case.supports(layout)):
+        if case.layers == "transformer_engine" and find_spec("transformer_engine") is None:
+            continue
         config = make_case_config(case, layout)
         engines: dict[str, BaseEngine] = {"megatron": MegatronEngine(config)}
-        if layout == "single" and not case.has_experts:
+        if layout == "single" and not case.has_experts and case.layers == "torch":
             shared = {
                 "model": config.model,
                 "optimizer": config.optimizer,

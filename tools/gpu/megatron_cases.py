@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final, Literal
 
 from temper_engine_api.specs import Compute, LoraSpec, Scalar
+from temper_engine_megatron.config import Float8Scaling
 from tools.gpu.workload import SMALL
 
 LAYOUTS: Mapping[str, Mapping[str, object]] = {
@@ -25,6 +27,7 @@ LAYOUTS: Mapping[str, Mapping[str, object]] = {
     },
     "pp2-ep2": {"pipeline_parallel": 2, "expert_parallel": 2},
 }
+TE: Final = "transformer_engine"
 MIXTURE: Mapping[str, Scalar] = {
     **SMALL,
     "model_type": "qwen3_moe",
@@ -44,6 +47,8 @@ class Case:
     compute: Compute
     architecture: Mapping[str, Scalar] = field(default_factory=lambda: SMALL)
     lora: LoraSpec = field(default_factory=LoraSpec)
+    layers: Literal["torch", "transformer_engine"] = "torch"
+    float8: Float8Scaling = "none"
 
     @property
     def has_experts(self) -> bool:
@@ -73,4 +78,9 @@ CASES = (
     Case(name="LoRA bf16", compute="bf16", lora=LoraSpec(rank=8, alpha=16.0)),
     Case(name="experts fp32", compute="fp32", architecture=MIXTURE),
     Case(name="experts bf16", compute="bf16", architecture=MIXTURE),
+    Case(name="te bf16", compute="bf16", layers=TE),
+    Case(name="te tensorwise bf16", compute="bf16", layers=TE, float8="tensorwise"),
+    Case(name="te blockwise bf16", compute="bf16", layers=TE, float8="blockwise"),
+    Case(name="te LoRA bf16", compute="bf16", layers=TE, lora=LoraSpec(rank=8, alpha=16.0)),
+    Case(name="te experts bf16", compute="bf16", layers=TE, architecture=MIXTURE),
 )
