@@ -367,14 +367,14 @@ class _Round:
                         pool.make, conversation=conversation, index=index, limits=limits
                     )
                 except _RolloutFailedError as failed:
-                    error = failed.__cause__
-                    assert error is not None
+                    cause = failed.__cause__
+                    assert cause is not None
                     if num_retries == pool.config.max_retries:
-                        conversation.failure = self._count_failure(error, index=index)
+                        conversation.failure = self._count_failure(cause, index=index)
                         return conversation
                     num_retries += 1
                     logger.warning(
-                        "a rollout starts again, because it failed: %s", _describe_failure(error)
+                        "a rollout starts again, because it failed: %s", _describe_failure(cause)
                     )
                 else:
                     return conversation
