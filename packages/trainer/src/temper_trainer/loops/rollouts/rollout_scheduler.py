@@ -348,14 +348,7 @@ class _Round:
         try:
             pool = self._find_pool(index)
             if pool is None:
-                conversation = Conversation(request=self._requests[index], trace=trace)
-                try:
-                    conversation.add(
-                        await self._sample(self._requests[index], index=index, trace=trace)
-                    )
-                except RefusedRequestError as error:
-                    conversation.failure = self._count_failure(error, index=index)
-                return conversation
+                return await self._run_single_turn(index, trace=trace)
             limits = RolloutLimits.from_config(pool.config, self._requests[index].sampling)
             num_retries = 0
             while True:
@@ -380,6 +373,15 @@ class _Round:
                     return conversation
         finally:
             self._sampler.leave(self._cohort)
+
+    async def _run_single_turn(self, index: int, *, trace: RolloutTrace) -> Conversation:
+        request = self._requests[index]
+        conversation = Conversation(request=request, trace=trace)
+        try:
+            conversation.add(await self._sample(request, index=index, trace=trace))
+        except RefusedRequestError as error:
+            conversation.failure = self._count_failure(error, index=index)
+        return conversation
 
     async def _run_environment(
         self,
