@@ -35,6 +35,7 @@ _RUNNERS: dict[str, tuple[str, ...]] = {
     "dvc": ("repro", "exp"),
     "sky": ("launch", "exec", "jobs", "job", "serve"),
     **dict.fromkeys(("kubectl", "oc"), ("apply", "create", "replace")),
+    "nnictl": ("create",),
     "helm": ("install", "upgrade"),
     "argo": ("submit",),
     **dict.fromkeys(("docker", "podman"), ("compose",)),

@@ -47,6 +47,7 @@ class Alternative:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptReading:
     text: str
+    program: Program
     launches: tuple[Launch, ...]
     """Old trainers that it starts, in order."""
     written: tuple[Launch, ...]
@@ -234,6 +235,7 @@ def _read(text: str, settings: dict[str, str], folder: Path | None) -> ScriptRea
     )
     return ScriptReading(
         text=text,
+        program=program,
         launches=launches,
         written=tuple(find_launches(main.events, is_written=True)),
         events=tuple(main.events),

@@ -3,12 +3,12 @@
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 from temper_legacy_shim.bash.execution.external_commands import inner_script, is_hidden, started
-from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word
+from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word, children
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
@@ -35,6 +35,7 @@ from temper_legacy_shim.scripts.makefiles import (
     parse_make_call,
     read_makefile,
 )
+from temper_legacy_shim.scripts.named_files import find_named_files, find_unknown_calls
 from temper_legacy_shim.scripts.script_reading import (
     ScriptReading,
     find_folders,
@@ -69,12 +70,15 @@ class _Behind:
 
 @dataclass(frozen=True, slots=True)
 class _Cache:
-    """Makefiles and rules that were looked into for one script."""
+    """Makefiles, rules and files that were looked into for one script."""
 
     makefiles: dict[Path, Makefile] = field(default_factory=dict)
     rules: dict[tuple[Path, str, tuple[tuple[str, str], ...], Path, int], _Behind] = field(
         default_factory=dict
     )
+
+    files: dict[tuple[Path, int, bool], _Behind] = field(default_factory=dict)
+    """Results by file, number of files that led there, and whether it is read as a shell script."""
 
     def read(self, path: Path) -> Makefile:
         if path not in self.makefiles:
@@ -113,7 +117,33 @@ def find_unfollowed(
         elif remark := _remark(event, folder, reading.folders, cache):
             remarks[at + remark] = None
         remarks |= dict.fromkeys(at + each for each in inner)
+    if folder is not None:
+        decisions |= dict.fromkeys(_named(reading, folder, chain, cache, list(decisions)))
+        for start, call in find_unknown_calls(reading, folder):
+            remarks[
+                f"line {reading.line_of(start)}: {call}: what that starts is not known, and "
+                "it is in a text, branch or loop that was not followed"
+            ] = None
     return list(decisions), list(remarks)
+
+
+def _named(
+    reading: ScriptReading, folder: Path, chain: tuple[str, ...], cache: _Cache, known: list[str]
+) -> Iterator[str]:
+    """Yield questions about files that start an old trainer and are named in some other way."""
+    for start, name, path in find_named_files(reading, folder):
+        entry = _look_behind(path, chain, cache, is_shell=path.suffix != ".py").entry
+        shown = os.path.relpath(path, folder)
+        if entry and not any(path.name in each for each in known):
+            also = "" if shown == name else f" ({shown})"
+            yield (
+                f"line {reading.line_of(start)}: {name}{also} is named there and starts {entry}, "
+                "but how it is run was not followed: translate that file (temper-migrate script "
+                f"{shown}), and run the new one."
+                if path.suffix != ".py"
+                else f"line {reading.line_of(start)}: {name} is named there and uses {entry}, but "
+                "how it is run was not followed: start temper-train instead."
+            )
 
 
 def _open_launches(reading: ScriptReading) -> Iterator[str]:
@@ -320,6 +350,13 @@ def _runs_other_text(event: Event) -> bool:
 
 def _look_behind(path: Path, chain: tuple[str, ...], cache: _Cache, *, is_shell: bool) -> _Behind:
     """Look into a file that a command runs, and into those that it calls."""
+    key = (path, len(chain), is_shell)
+    if key not in cache.files:
+        cache.files[key] = _read_behind(path, chain, cache, is_shell=is_shell)
+    return cache.files[key]
+
+
+def _read_behind(path: Path, chain: tuple[str, ...], cache: _Cache, *, is_shell: bool) -> _Behind:
     if (text := read_bounded(path)) is None:
         reason = "is too long or not readable"
         return _Behind(remarks=(f"{path.name} {reason}, so what it starts is not known",))
@@ -441,7 +478,4 @@ def _simple_commands(program: Program) -> Iterator[Simple]:
         node = left.pop()
         if isinstance(node, Simple):
             yield node
-        if isinstance(node, tuple):
-            left += node
-        elif is_dataclass(node):
-            left += [getattr(node, field.name) for field in fields(node)]
+        left += children(node)

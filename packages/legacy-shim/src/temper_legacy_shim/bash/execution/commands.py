@@ -41,6 +41,8 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         command: see there.
         is_tested: whether ``&&`` or ``||`` continues by its status.
     """
+    if shell.reading.inner is None:
+        shell.reading.executed.add(command.span.start)
     words = [word for word in command.words if isinstance(word, Word)]
     if not words:
         shell.status = 0

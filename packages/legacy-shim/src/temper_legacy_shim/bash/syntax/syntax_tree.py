@@ -5,7 +5,7 @@ Every node has positions in the text, so that a writer can keep the rest unchang
 A position is an offset in the text that was parsed; `end` is one past the last character.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TypeAlias
 
 
@@ -255,6 +255,13 @@ class Program:
 
     items: tuple[Item, ...]
     span: Span = field(default=Span(0, 0))
+
+
+def children(node: object) -> list[object]:
+    """Return the parts of a node or of a tuple of nodes."""
+    if isinstance(node, tuple):
+        return list(node)
+    return [getattr(node, each.name) for each in fields(node)] if is_dataclass(node) else []
 
 
 def with_tilde(word: Word) -> Word:

@@ -191,6 +191,7 @@ class Reading:
     free: dict[str, bool] = field(default_factory=dict)
     """Variables that are used but never assigned; True if any use has no default."""
     executed: set[int] = field(default_factory=set)
+    """Positions of commands and assignments that were run."""
     inner_functions: set[str] = field(default_factory=set)
     """Functions that another text than the script defines, so that their spans are not its own."""
     folders: dict[str, None] = field(default_factory=dict)
