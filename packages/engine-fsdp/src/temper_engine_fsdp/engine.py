@@ -23,7 +23,7 @@ from temper_engine_api.checkpoint.saved_state import (
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import EngineStateError
+from temper_engine_api.errors import CapabilityError, EngineStateError
 from temper_engine_api.metrics import LazyMetrics, Metric
 from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.specs import EngineConfig
@@ -79,6 +79,20 @@ class FSDPEngine(BaseEngine):
         """Check that the model and its adapter can be built; allocates no weights."""
         assert isinstance(config, FSDPConfig)
         check_model(config)
+
+    def require(self, *needed: Capability) -> None:
+        """Check that the engine claims these capabilities, and has them with its settings.
+
+        Raises:
+            CapabilityError: If it does not, or if compiled layers hide the routers to replay.
+        """
+        super().require(*needed)
+        losses = (self.config.router_aux_loss, self.config.router_z_loss)
+        if Capability.ROUTING_REPLAY in needed and self.config.compile_layers and not any(losses):
+            raise CapabilityError(
+                "choices of experts cannot be recorded or replayed, because compile_layers leaves "
+                "the routers to the compiler unless they have a loss: set it to false."
+            )
 
     def _build(self) -> Topology:
         self._built = build_components(self.config, loss_scale=self.loss_scale)

@@ -190,6 +190,26 @@ def test_check_compares_the_headers_of_saved_weights_with_their_config(
     )
 
 
+@pytest.mark.parametrize(
+    ("model_type", "overrides", "sentence"),
+    [
+        ("qwen3", [], "is sampler, but qwen3 has no routers of experts: set it to none."),
+        ("qwen3_next", [], "is sampler, but Qwen3NextForCausalLM has layers with a state, for"),
+        ("qwen3_moe", ["actor.engine.compile_layers=true"], "because compile_layers leaves the"),
+        ("qwen3_moe", [], None),
+    ],
+)
+def test_check_refuses_routing_replay_of_choices_that_nothing_records(
+    capsys: pytest.CaptureFixture[str], model_type: str, overrides: list[str], sentence: str | None
+) -> None:
+    settings = ["experiment=quickstart", "warm_start=null", "rollout.routing_replay=sampler"]
+    code, _, err = run(
+        capsys, *settings, f"{ARCHITECTURE}.model_type={model_type}", *overrides, "--check"
+    )
+    assert code == (0 if sentence is None else 2)
+    assert (sentence or "") in err
+
+
 @pytest.mark.parametrize("owner", ["actor.engine", "critic.engine", "warm_start"])
 @pytest.mark.parametrize(
     ("overrides", "sentence"),

@@ -10,20 +10,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
-    AutoConfig,
     AutoModelForTokenClassification,
-    PretrainedConfig,
     PreTrainedTokenizerBase,
 )
 
 from temper_engine_api.checkpoint.transaction import sync_directory
 from temper_engine_api.errors import CheckpointError
-from temper_engine_api.model_files import drop_quantization
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.vision_language import IMAGE_PROCESSOR_FILES, has_image_encoder
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.data.tokenizer import save_tokenizer
-from temper_trainer.rollout.hf_model import get_language_model_class
+from temper_trainer.rollout.hf_model import build_model_config, get_language_model_class
 
 SHARD_BYTES = 4 << 30
 """Maximum size of a safetensors file, unless a single tensor is larger."""
@@ -108,18 +105,6 @@ def _sync_files(directory: Path) -> None:
         else:
             sync_directory(path)
     sync_directory(directory)
-
-
-def build_model_config(model: ModelSpec) -> PretrainedConfig:
-    """Return the Hugging Face config of a spec, from its model directory or its architecture."""
-    if model.path is not None:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            model.path, trust_remote_code=model.trust_remote_code
-        )
-        drop_quantization(config)
-        return config
-    fields = dict(model.architecture)
-    return AutoConfig.for_model(str(fields.pop("model_type")), **fields)
 
 
 def _write_shards(weights: Iterable[NamedWeight], directory: Path) -> str:

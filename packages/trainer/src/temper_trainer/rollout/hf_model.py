@@ -308,10 +308,9 @@ def check_layers(model: PreTrainedModel) -> bool:
         ConfigError: If a layer needs another mask, or does not call the sampler's attention.
     """
     config = model.config.get_text_config(decoder=True)
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
-    has_convolution = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    kinds = _list_layer_kinds(model)
     if kinds is None:
-        num_attention_layers = 0 if has_convolution else config.num_hidden_layers
+        num_attention_layers = 0 if _has_convolution(model) else config.num_hidden_layers
     else:
         num_attention_layers = sum(kind in _ATTENTION_TYPES for kind in kinds)
     attention = _CountedAttention()
@@ -328,9 +327,46 @@ def check_layers(model: PreTrainedModel) -> bool:
             f"the hf sampler does not support {type(model).__name__}, which has {reason}: use "
             "rollout=vllm."
         )
-    return not has_convolution and all(
-        kind in _ATTENTION_TYPES | _TOKENWISE_TYPES for kind in kinds or ()
+    return not has_layer_states(model)
+
+
+def has_layer_states(model: PreTrainedModel) -> bool:
+    """Return True if decoding needs more from earlier tokens than their keys and values."""
+    stateless = _ATTENTION_TYPES | _TOKENWISE_TYPES
+    return _has_convolution(model) or any(
+        kind not in stateless for kind in _list_layer_kinds(model) or ()
     )
+
+
+def _list_layer_kinds(model: PreTrainedModel) -> Sequence[str] | None:
+    config = model.config.get_text_config(decoder=True)
+    kinds: Sequence[str] | None = getattr(config, "layer_types", None)
+    return kinds or getattr(config, "layers_block_type", None)
+
+
+def _has_convolution(model: PreTrainedModel) -> bool:
+    return any(isinstance(module, nn.Conv1d) for module in model.modules())
+
+
+def build_on_meta(spec: ModelSpec) -> PreTrainedModel:
+    """Build a causal language model without weights, to look at its modules."""
+    config = build_model_config(spec)
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        model: PreTrainedModel = get_language_model_class(config).from_config(
+            config, trust_remote_code=spec.trust_remote_code
+        )
+    return model
+
+
+def build_model_config(model: ModelSpec) -> PretrainedConfig:
+    """Return the Hugging Face config of a spec, from its model directory or its architecture."""
+    if model.path is not None:
+        config: PretrainedConfig = AutoConfig.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code
+        )
+        drop_quantization(config)
+        return config
+    return AutoConfig.for_model(**model.to_config_fields())
 
 
 class _CountedAttention(CausalAttention):
@@ -347,15 +383,41 @@ class _CountedAttention(CausalAttention):
         return super().attend(layer, query, key, value, rule=rule)
 
 
+def check_experts(text_config: PretrainedConfig, *, routing_replay: str) -> None:
+    """Check that a model has experts, whose choices a run may replay.
+
+    Args:
+        text_config: The text part of its config.
+        routing_replay: `rollout.routing_replay`.
+
+    Raises:
+        ConfigError: If it has none.
+    """
+    if routing_replay != "none" and not hasattr(text_config, "num_experts_per_tok"):
+        raise ConfigError(
+            f"rollout.routing_replay is {routing_replay}, but {text_config.model_type} has no "
+            "routers of experts: set it to none."
+        )
+
+
 class ExpertRecorder:
     """Records the experts that all routers of a model choose in a pass, for routing replay."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         """Find the routers, which return logits, gate weights and experts [rows, K].
 
+        Args:
+            model: The model, which may be on the meta device.
+
         Raises:
-            ConfigError: If the model has no such routers.
+            ConfigError: If the model has no such routers, or has layers with a state.
         """
+        if has_layer_states(model):
+            raise ConfigError(
+                f"rollout.routing_replay is sampler, but {type(model).__name__} has layers with a "
+                "state, for which the hf sampler records no choices of experts: set it to none, or "
+                "use rollout=vllm."
+            )
         routers = [
             router
             for module in model.modules()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.errors import EngineStateError
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.config.rollout import RolloutConfig
@@ -298,7 +298,8 @@ class HfSampler:
         self._end_token_ids = find_end_token_ids(
             self._model, model, tokenizer_end=tokenizer.eos_token_id
         )
-        self._recorder = self._make_recorder() if config.routing_replay == "sampler" else None
+        replays_sampler = config.routing_replay == "sampler"
+        self._recorder = ExpertRecorder(self._model) if replays_sampler else None
         self._tokenizer = tokenizer
         self._config = config
         self._version = 0
@@ -382,15 +383,6 @@ class HfSampler:
     def close(self) -> None:
         """Free the model."""
         self._model = self._targets = None
-
-    def _make_recorder(self) -> ExpertRecorder:
-        model = self._require_model()
-        if not self._uses_cache:
-            raise ConfigError(
-                f"rollout.routing_replay is sampler, but {type(model).__name__} has layers with a "
-                "state, for which the hf sampler records no choices of experts: set it to false."
-            )
-        return ExpertRecorder(model)
 
     def _require_targets(self) -> WeightTargets:
         self._require_model()

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from temper_engine_api.capabilities import find_required_capabilities
+from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.errors import EngineNotFoundError, TemperError
 from temper_engine_api.registry import load_engine_class
 from temper_engine_api.specs import EngineConfig
@@ -26,7 +26,7 @@ def iterate_engines(config: TrainerConfig) -> Iterator[tuple[str, EngineConfig]]
 
 
 def find_engine_problems(
-    engines: Mapping[str, EngineConfig], *, model_engine: str
+    engines: Mapping[str, EngineConfig], *, model_engine: str, replays_routing: bool = False
 ) -> Iterator[str]:
     """Yield why engines could not be built, in the engine's words.
 
@@ -36,6 +36,7 @@ def find_engine_problems(
     Args:
         engines: Settings of each engine by their key, such as ``critic.engine``.
         model_engine: Name of the engine class.
+        replays_routing: True if the actor replays choices of experts.
     """
     for key, engine in engines.items():
         import torch  # not before: without an engine to check, nothing is imported
@@ -43,7 +44,10 @@ def find_engine_problems(
         try:
             engine_class = load_engine_class(model_engine)
             # `init_model` begins with this check, too.
-            engine_class(engine).require(*find_required_capabilities(engine))
+            needed = find_required_capabilities(engine)
+            if replays_routing and key == "actor.engine":
+                needed.add(Capability.ROUTING_REPLAY)
+            engine_class(engine).require(*needed)
             # A new LoRA adapter is initialized with random numbers.
             with torch.random.fork_rng(devices=[]):
                 engine_class.check_model(engine)

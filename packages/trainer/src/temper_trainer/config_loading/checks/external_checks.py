@@ -135,9 +135,30 @@ def check_models(loaded: LoadedConfig) -> None:
             )
         },
         model_engine=config.model_engine,
+        replays_routing=config.rollout.routing_replay != "none",
     )
+    # Find one reason only: a model that cannot be built has no routers to look for.
+    problems += [] if problems else _find_replay_problems(config)
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def _find_replay_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield why choices of experts could not be recorded or replayed."""
+    rollout, model = config.rollout, config.actor.engine.model
+    if rollout.routing_replay == "none" or not config.generates_completions:
+        return
+    # Imports transformers.
+    from temper_trainer.rollout import hf_model
+
+    try:
+        text_config = hf_model.build_model_config(model).get_text_config(decoder=True)
+        hf_model.check_experts(text_config, routing_replay=rollout.routing_replay)
+        is_recorded_here = rollout.sampler == "hf" and rollout.replay is None
+        if is_recorded_here and rollout.routing_replay == "sampler":
+            hf_model.ExpertRecorder(hf_model.build_on_meta(model))
+    except ConfigError as error:
+        yield str(error)
 
 
 def _may_be_refused(engine: EngineConfig, *, role: str, set_keys: Collection[str]) -> bool:

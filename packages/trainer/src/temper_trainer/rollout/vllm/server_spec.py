@@ -13,7 +13,11 @@ from temper_trainer.config.distillation import TeacherConfig
 from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.redaction import list_registered_secrets
-from temper_trainer.rollout.hf_model import get_language_model_class, read_end_token_ids
+from temper_trainer.rollout.hf_model import (
+    check_experts,
+    get_language_model_class,
+    read_end_token_ids,
+)
 from temper_trainer.rollout.vllm.messages import Argument, ServerSpec
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
 
@@ -42,13 +46,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     )
     text_config = model_config.get_text_config()
-    has_experts = hasattr(text_config, "num_experts_per_tok")
-    replays_sampler = config.rollout.routing_replay == "sampler"
-    if replays_sampler and not has_experts:
-        raise ConfigError(
-            f"rollout.routing_replay is sampler, but {text_config.model_type} has no routers of "
-            "experts: set it to none."
-        )
+    check_experts(text_config, routing_replay=config.rollout.routing_replay)
     max_length = vllm.max_model_len or min(
         _count_max_tokens(config), text_config.max_position_embeddings
     )
@@ -89,7 +87,7 @@ def build_server_spec(config: TrainerConfig, *, tokenizer: PreTrainedTokenizerBa
         max_length=max_length,
         vocab_size=text_config.vocab_size,
         sleep_level=vllm.sleep_level,
-        has_expert_choices=replays_sampler,
+        has_expert_choices=config.rollout.routing_replay == "sampler",
         environment=_make_environment(eager=vllm.enforce_eager),
         secrets=_find_secrets(arguments),
     )
