@@ -85,6 +85,12 @@ def test_a_run_of_the_first_version_has_steps_below_its_roles(tmp_path: Path) ->
         find_roles(tmp_path, step=30)
 
 
+def test_folder_above_a_run_names_the_one_with_its_steps(tmp_path: Path) -> None:
+    _role(tmp_path / "run/checkpoints/global_step_7/actor")
+    with pytest.raises(LayoutError, match=r"run/checkpoints has steps: give that directory"):
+        find_roles(tmp_path / "run")
+
+
 def test_the_current_folder_is_known_by_its_own_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

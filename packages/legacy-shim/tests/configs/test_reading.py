@@ -375,3 +375,10 @@ def test_keys_of_a_merged_mapping_may_be_replaced(tmp_path: Path) -> None:
     )
     assert read_old_file(path).values["trainer"] == {"total_epochs": 3, "nnodes": 2}
     assert OmegaConf.load(path).trainer == {"total_epochs": 3, "nnodes": 2}
+
+
+def test_file_with_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("trainer: {nnodes: 1}\na: &a [*a]\n")
+    with pytest.raises(DamagedFileError, match="a value that contains itself"):
+        read_old_file(file)

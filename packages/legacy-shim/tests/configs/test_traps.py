@@ -1082,3 +1082,17 @@ def test_evaluations_keep_their_number_of_completions() -> None:
     assert values(result)["run.eval_num_completions"] == 30
     assert "eval-completions" not in rules_found(result, "hazard")
     assert "run.eval_num_completions" not in values(translated("v0.7.0", files, f"{block}.n=30"))
+
+
+@pytest.mark.parametrize("number", ["trainer.nnodes=0", "trainer.n_gpus_per_node=-1"])
+def test_cluster_of_no_machines_is_a_question(number: str) -> None:
+    assert "cluster" in rules_found(translated("v0.7.0", number), "person")
+
+
+def test_agent_loop_of_the_user_is_a_question() -> None:
+    key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+    own = translated("v0.8.0", f"{key}=my_agent")
+    assert "multi-turn" in rules_found(own, "person")
+    usual = translated("v0.8.0", f"{key}=single_turn_agent")
+    assert usual.outcome is not Outcome.PERSON
+    assert "one completion" in usual.tokens[-1].reason

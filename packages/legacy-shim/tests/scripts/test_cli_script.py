@@ -109,6 +109,13 @@ def test_what_is_no_script_is_one_sentence_with_its_line(tmp_path: Path) -> None
         _run(str(_script(tmp_path)), "--set", "NNODES")
 
 
+def test_variable_that_no_script_names_is_reported(tmp_path: Path) -> None:
+    for name, expected in (("MODLE", True), ("MODEL", False)):
+        arguments = ["script", str(_script(tmp_path)), "--check", "--set", f"{name}=/m"]
+        done = CliRunner().invoke(app, arguments)
+        assert (f"no script names {name}" in done.stderr) is expected
+
+
 @pytest.mark.parametrize(("name", "command"), [("a.py", "imports"), ("a.yaml", "config")])
 def test_file_of_another_kind_is_refused_with_its_command(
     tmp_path: Path, name: str, command: str

@@ -539,3 +539,36 @@ def test_switch_of_the_environment_that_is_off_by_default_is_named(
     migration = migrate_script(text, options=Options(version="v0.7.0"))
     result = [remark for remark in remarks(migration) if "switches nothing on" in remark]
     assert [says in remark for remark in result] == ([True] if says else [])
+
+
+@pytest.mark.parametrize(
+    ("before", "override", "says"),
+    [
+        ("", "${DEBUG:+trainer.total_epochs=1}", "DEBUG=37 would set run.total_epochs"),
+        ("", "${DEBUG:+my.key=1}", "DEBUG=37 would set my.key"),
+        (
+            (
+                'R=4096\nif [ "${DYN:-1}" = 1 ]; then X="actor_rollout_ref.actor.use_dynamic_bsz='
+                'True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((R*2))"; fi\n'
+            ),
+            "$X",
+            "DYN has a default in the script, from which batching.max_tokens came",
+        ),
+    ],
+)
+def test_override_that_a_variable_of_the_environment_adds_or_removes_is_named(
+    before: str, override: str, says: str
+) -> None:
+    run = f"python3 -m verl.trainer.main_ppo {' '.join(REST)} {override}"
+    migration = migrate_script(f"{before}{run}\n", options=Options(version="v0.7.0"))
+    assert any(says in remark for remark in remarks(migration))
+
+
+@pytest.mark.parametrize("form", ["coproc T { %s; }", "coproc { %s; }", "coproc %s"])
+def test_launch_in_a_coprocess_is_translated_there(form: str) -> None:
+    run = f"python3 -m verl.trainer.main_ppo {' '.join(REST)}"
+    migration = migrate_script(form % run + "\nwait\n")
+    assert migration.script is not None
+    assert "batching.prompts_per_step=8" in migration.script.text
+    assert "main_ppo data" not in migration.script.text
+    assert len(migration.launches) == 1

@@ -98,6 +98,10 @@ class Role:
         )
 
 
+def _holds_steps(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("global_step_*"))
+
+
 def find_roles(path: str | Path, *, step: int | None = None, role: str | None = None) -> list[Role]:
     """Return the roles below a run, a step or a role directory.
 
@@ -126,8 +130,10 @@ def find_roles(path: str | Path, *, step: int | None = None, role: str | None = 
         )
     if not result:
         present = sorted(entry.name for entry in path.iterdir())[:12]
+        lower = next((each for each in map(path.joinpath, present) if _holds_steps(each)), None)
+        hint = "" if lower is None else f" {lower} has steps: give that directory."
         raise LayoutError(
-            f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}."
+            f"{path} holds no checkpoint that we know: it holds {present or 'nothing'}.{hint}"
         )
     if role is not None:
         names = [each.name for each in result]

@@ -1,6 +1,7 @@
 """The sub-command ``script``: old launch scripts in; new ones, a table or JSON out."""
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -90,6 +91,10 @@ def script(
     settings = _settings(given or [])
     results = [(path, _migrate(path, settings=settings, options=options)) for path in paths]
     written = {} if check or out is None else _write(results, out)
+    read = "\n".join(migration.reading.text for _, migration in results)
+    for name in settings:
+        if not re.search(rf"\b{name}\b", read):
+            typer.echo(f"--set {name}: no script names {name}, so it changes nothing.", err=True)
     if as_json:
         _print_json(results, written)
     else:

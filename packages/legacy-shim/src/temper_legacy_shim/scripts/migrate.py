@@ -225,13 +225,17 @@ def kept_fixed(
             ):
                 keys.update(dict.fromkeys(_fixed(launch, each, value)))
                 if _has_dropped_switch(launch, each):
-                    result = translate_launch(launch, options, folder=folder).translation.settings
-                    written = {setting.key for setting in each.translation.settings}
-                    missing |= {
-                        setting.key: value
-                        for setting in result
-                        if setting.key not in written | missing.keys() | keys.keys()
-                    }
+                    result = translate_launch(launch, options, folder=folder).translation
+                    written = {setting.override for setting in each.translation.settings}
+                    new = [each.key for each in result.settings if each.override not in written]
+                    # Keys of a fork have no successor.
+                    new += [
+                        token.key
+                        for token in result.tokens
+                        if token.disposition == "unmapped"
+                        and token.text not in {old.text for old in each.translation.tokens}
+                    ]
+                    missing = {**dict.fromkeys(new, value), **missing}
         if missing and not keys:
             shown, value = (
                 ", ".join(list(missing)[:6]) + (", ..." if len(missing) > 6 else ""),
@@ -272,41 +276,37 @@ def _launched(reading: ScriptReading, settings: dict[str, str]) -> list[Launch]:
         return []
 
 
+def _texts(launch: Launch) -> dict[str, str]:
+    return {override.key: override.text.shown() for override in launch.overrides if override.key}
+
+
 def _has_dropped_switch(launch: Launch, each: TranslatedLaunch) -> bool:
-    """Check if another value of a variable changes a setting without a successor."""
-    before = {
-        override.key: override.text.shown() for override in each.launch.overrides if override.key
-    }
-    after = {override.key: override.text.shown() for override in launch.overrides if override.key}
+    """Check if another value of a variable adds a setting, or changes one without a successor."""
+    before, after = _texts(each.launch), _texts(launch)
     changed = [key for key, shown in after.items() if before.get(key, shown) != shown]
-    return any(
+    return bool(after.keys() - before.keys()) or any(
         not any(key in setting.old_keys for setting in each.translation.settings) for key in changed
     )
 
 
 def _fixed(launch: Launch, each: TranslatedLaunch, value: str) -> Iterator[str]:
     """Yield fixed new keys that would differ with another value of the variable."""
-    before = {
-        override.key: override.text.shown() for override in each.launch.overrides if override.key
-    }
-    after = {
-        override.key: override.text.shown()
-        for override in launch.overrides
-        if override.key and override.text.shown() != value
-    }
-    changed = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
-    numbers = {
-        number for number, override in enumerate(each.launch.overrides) if override.key in changed
+    before = _texts(each.launch)
+    after = {key: shown for key, shown in _texts(launch).items() if shown != value}
+    changed = {key for key in before if before[key] != after.get(key)}
+    by_key = {
+        key: number
+        for number, override in enumerate(each.launch.overrides)
+        if (key := override.key)
     }
     for argument, setting in zip(each.arguments, each.translation.settings, strict=True):
-        follows = any(piece.source is not None for piece in argument.text.pieces)
+        numbers = {by_key[key] for key in changed} & set(setting.sources)
+        # A text of the script follows its variables, unless the override may be absent.
+        follows = any(piece.source is not None for piece in argument.text.pieces) and not any(
+            by_key[key] in numbers for key in before.keys() - after.keys()
+        )
         is_of_a_path = argument.key.endswith(".name") and argument.key.startswith(
             "data."
         )  # the loader would say so
-        if not follows and not is_of_a_path and numbers & set(setting.sources):
+        if not follows and not is_of_a_path and numbers:
             yield argument.key
-    yield from sorted(
-        key
-        for key in after.keys() - before.keys()
-        if not any(key in setting.old_keys for setting in each.translation.settings)
-    )

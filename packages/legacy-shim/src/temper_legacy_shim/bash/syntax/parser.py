@@ -26,6 +26,7 @@ from temper_legacy_shim.bash.syntax.syntax_tree import (
 )
 
 _FUNCTION = re.compile(r"([^\s;&|<>()$`\"'#{}=\\][^\s;&|<>()$`\"'=\\]*)[ \t]*\([ \t]*\)")
+_COPROCESS = re.compile(r"coproc[ \t]+(?:[A-Za-z_]\w*[ \t]+(?=[({]))?")
 _ENDS = ("then", "do", "done", "fi", "elif", "else", "esac", "}")
 
 
@@ -160,6 +161,9 @@ class Parser(SimpleCommands):
             return self._for(start)
         if word == "case":
             return self._case()
+        if (coprocess := _COPROCESS.match(self.text, self.at)) is not None:
+            self.at = coprocess.end()
+            return self._command()
         if word == "function":
             return self._function_with_word()
         match = _FUNCTION.match(self.text, self.at)

@@ -256,7 +256,12 @@ def _load(path: Path) -> dict[str, Plain] | list[str]:
         raise DamagedFileError(
             f"{path} is a {type(tree).__name__}, but an old configuration is a mapping of keys."
         )
-    return {str(key): _plain(value) for key, value in tree.items()}
+    try:
+        return {str(key): _plain(value) for key, value in tree.items()}
+    except RecursionError as error:
+        raise DamagedFileError(
+            f"{path} has a value that contains itself: take the alias (*NAME) out of it."
+        ) from error
 
 
 def _load_mapping(path: Path) -> dict[str, Plain]:

@@ -188,6 +188,14 @@ _OWN_CODE = (
     f"{TURNS}.function_tool_path",
     "actor_rollout_ref.rollout.agent.agent_loop_config_path",
 )
+_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
+_LOOPS = (
+    "single_turn_agent",
+    "tool_agent",
+    "partial_single_turn_agent",
+    "async_partial_tool_agent",
+)
+"""Agent loops that the releases registered; others are the user's code."""
 _HERMES = ("", "hermes", "chatml")
 """Words for calls written as <tool_call>{...}</tool_call>; chatml was v0.4.0's."""
 
@@ -199,6 +207,7 @@ def build_turns(draft: Draft) -> None:
         draft.text(f"{TURNS}.tool_config_path"),
         [key for key in _OWN_CODE if draft.text(key)],
     )
+    own += [_LOOP] * ((draft.text(_LOOP) or _LOOPS[0]) not in _LOOPS)
     is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
     form = draft.text(f"{TURNS}.format")
     if own or (tools and form not in _HERMES) or (is_named and not tools):
@@ -209,6 +218,9 @@ def build_turns(draft: Draft) -> None:
         if draft.switch(f"{TURNS}.enable"):
             draft.find("multi-turn.no-tools", f"{TURNS}.enable")
         draft.explain_drop(TURNS, "one completion for each prompt: nothing answers it")
+    draft.explain_drop(
+        _LOOP, "with tools the loop is an environment, and without it is one completion"
+    )
     draft.explain_drop(
         "actor_rollout_ref.rollout.agent",
         "how many processes ran the rollouts; servers are asynchronous anyway",

@@ -195,6 +195,9 @@ def _experts(draft: Draft, role: OldRole) -> None:
 
 
 def set_workers(draft: Draft, role: OldRole) -> None:
+    for key in () if draft.cluster is not None else CLUSTER_KEYS:
+        if (number := draft.integer(key)) is not None and number < 1:
+            draft.find("cluster", key, number=number)
     world = world_size(draft)
     if world is None:  # at least the ranks that one copy of the model asks for
         world = replica_size(draft, role)
