@@ -18,6 +18,8 @@ without a reason.
   code then give the value that took effect, such as the bounds of the clip, or whether the KL was
   in the reward or in the loss.
 * The new value is read from the translated file and the trainer's defaults.
+* Keys that the tables do not list are not compared. A review of 2026-11-28 found wrong dtypes and
+  lengths among such keys; both are compared since.
 * Runs of `verl.trainer.main_ppo` are compared if their values do not depend on the shell's
   environment, and the translation needs no decision.
 * `test_meaning_of_rewards.py` compares the rewards of the same runs: what scores a completion, and
