@@ -7,9 +7,9 @@ import itertools
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future, InvalidStateError
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -153,6 +153,25 @@ class DaemonThreads:
             # Idle before the result is known, so that the next call of its waiter comes here.
             self._idle.release()
             settle()
+
+
+@contextmanager
+def convert_exits() -> Iterator[None]:
+    """Raise RuntimeError in place of what would end the current task or its event loop.
+
+    A coroutine of the user may raise SystemExit, or await a task that a library has cancelled. If
+    the current task itself is cancelled, as by a timeout, CancelledError passes.
+    """
+    try:
+        yield
+    except (Exception, GeneratorExit):
+        raise
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
+        reason = f"{type(error).__name__} in a coroutine: {error}".removesuffix(": ")
+        raise RuntimeError(reason) from error
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[object, object, T]]) -> list[T]:

@@ -191,6 +191,21 @@ def test_time_limit_counts_the_agent_and_not_the_sampler() -> None:
         run_agents(run, num_rollouts=2, sampler=server, step_timeout_s=0.2)
 
 
+@pytest.mark.parametrize("error", [asyncio.CancelledError, SystemExit])
+def test_agent_that_is_cancelled_or_exits_fails_only_its_own_rollout(
+    error: type[BaseException],
+) -> None:
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        await sample((5,))
+        if prompt.prompt_id == 1:
+            raise error
+        return 1.0
+
+    conversations, _ = run_agents(run, num_rollouts=3, max_failure_fraction=0.5)
+    reasons = [each.failure or "" for each in conversations]
+    assert [error.__name__ in reason for reason in reasons] == [False, True, False]
+
+
 def test_agent_without_a_completion_has_failed() -> None:
     async def run(prompt: Prompt, sample: SampleFunction) -> float:
         return 1.0

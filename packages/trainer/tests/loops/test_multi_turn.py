@@ -3,6 +3,7 @@
 import asyncio
 import math
 import re
+import sys
 import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -423,6 +424,10 @@ def make_broken() -> FixedAnswers:
     raise OSError("no such server")
 
 
+def make_exiting() -> FixedAnswers:
+    raise SystemExit(2)
+
+
 INVALID_ANSWERS: dict[str, tuple[Callable[[], FixedAnswers], str]] = {
     "no observation": (FixedAnswers, "returned None: return an Observation"),
     "text": (lambda: FixedAnswers("opening"), "returned 'opening': return an Observation"),
@@ -461,6 +466,7 @@ INVALID_ANSWERS: dict[str, tuple[Callable[[], FixedAnswers], str]] = {
         "observation has 40 tokens",
     ),
     "factory": (make_broken, "OSError: no such server"),
+    "factory that exits": (make_exiting, "SystemExit in a .*: 2"),
 }
 
 
@@ -640,6 +646,42 @@ def test_coroutine_that_takes_too_long_is_cancelled_and_its_environment_closed()
     conversations, _, closed = run_asynchronous(step, config=config)
     assert [each.failure is None for each in conversations] == [True, False, True]
     assert cancelled == [1]
+    assert sorted(closed) == [0, 1, 2]
+
+
+async def await_cancelled_task() -> None:
+    task = asyncio.create_task(asyncio.sleep(WAIT_S))
+    task.cancel()
+    await task
+
+
+async def exit_process() -> None:
+    sys.exit(2)
+
+
+async def await_exiting_task() -> None:
+    await asyncio.create_task(exit_process())
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (await_cancelled_task, "CancelledError in a coroutine"),
+        (exit_process, "SystemExit in a coroutine: 2"),
+        (await_exiting_task, "SystemExit in a coroutine: 2"),
+    ],
+)
+def test_coroutine_that_is_cancelled_or_exits_fails_only_its_own_rollout(
+    end: Callable[[], Awaitable[None]], reason: str
+) -> None:
+    async def step(prompt: Prompt) -> None:
+        if prompt.prompt_id == 1:
+            await end()
+
+    config = replace(CONFIG, max_failure_fraction=0.5)
+    conversations, _, closed = run_asynchronous(step, config=config)
+    failure = f"environment: RuntimeError: {reason}"
+    assert [each.failure for each in conversations] == [None, failure, None]
     assert sorted(closed) == [0, 1, 2]
 
 

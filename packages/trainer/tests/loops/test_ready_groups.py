@@ -312,12 +312,22 @@ def test_recorded_groups_are_trained_again_in_a_replay(tmp_path: Path) -> None:
     assert groups != [list(range(16 * i, 16 * i + 16)) for i in range(8)]
 
 
-def test_error_of_a_request_ends_the_step_that_waits_for_its_groups() -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError("no server in step 1"), "no server in step 1"),
+        (asyncio.CancelledError(), "CancelledError in a coroutine"),
+        (SystemExit(2), "SystemExit in a coroutine: 2"),
+    ],
+)
+def test_error_of_a_request_ends_the_step_that_waits_for_its_groups(
+    error: BaseException, message: str
+) -> None:
     server = ScriptedServer(script, end_token_id=0, token_s=0.0, max_concurrent=1)
 
     async def fail(step: int, sink: GroupSink[int]) -> None:
         await asyncio.sleep(0.05)  # by then, `take` waits
-        raise OSError(f"no server in step {step}")
+        raise error
 
     with RolloutScheduler(server, max_sampling=1, interrupts=True) as scheduler:
         pipeline = GroupPipeline(
@@ -328,5 +338,5 @@ def test_error_of_a_request_ends_the_step_that_waits_for_its_groups() -> None:
             last_step=2,
             batch_size=2,
         )
-        with pytest.raises(OSError, match="no server in step 1"):
+        with pytest.raises((OSError, RuntimeError), match=message):
             pipeline.take(1)

@@ -10,6 +10,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
+from temper_trainer.concurrency import convert_exits
 from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, Credits
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
@@ -70,7 +71,7 @@ class GroupPipeline(Generic[T]):
         self._replay = replay
         self._requests: dict[int, Future[None]] = {}
         """Running or finished requests, by the step whose credit they have."""
-        self._errors: list[Exception] = []
+        self._errors: list[BaseException] = []
         """Errors of requests. `_take` cannot read them from the futures, which are set later."""
         self._changed = asyncio.Event()
         """Set in the event loop when a group becomes ready, or requests end."""
@@ -130,7 +131,7 @@ class GroupPipeline(Generic[T]):
     async def _request(self, step: int) -> None:
         try:
             await self._sample(step, self)
-        except Exception as error:
+        except BaseException as error:
             self._errors.append(error)
             raise
         finally:
@@ -139,7 +140,9 @@ class GroupPipeline(Generic[T]):
     async def _take(self, step: int) -> list[T]:
         while (chosen := self._choose(step)) is None:
             if self._errors:
-                raise self._errors[0]
+                # Whoever waits for this step would otherwise seem to be cancelled.
+                with convert_exits():
+                    raise self._errors[0]
             self._changed.clear()
             await self._changed.wait()
         if self._recorder is not None:

@@ -22,7 +22,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.concurrency import DaemonThreads, PriorityLimit, gather_or_cancel
+from temper_trainer.concurrency import DaemonThreads, PriorityLimit, convert_exits, gather_or_cancel
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.protocol import (
     AgentEnvironment,
@@ -153,6 +153,7 @@ class RolloutScheduler:
         )
         self._environment_threads = DaemonThreads("environment")
         self._loop = asyncio.new_event_loop()
+        self._is_ending = False
         self._thread = threading.Thread(target=self._run_loop, daemon=True, name="rollouts")
         self._thread.start()
 
@@ -211,7 +212,7 @@ class RolloutScheduler:
             return
         self.cancel()
         self._close_factories()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._loop.call_soon_threadsafe(self._stop_loop)
         self._thread.join()
         self._sampler.close(timeout_s=CLOSE_TIMEOUT_S)
         # Not waited for: a tool that hangs must not keep the run from ending.
@@ -291,7 +292,13 @@ class RolloutScheduler:
 
     def _run_loop(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        while not self._is_ending:
+            try:
+                self._loop.run_forever()
+            # A task that an environment has started raised it; whoever awaits the task gets it,
+            # too. If the loop ended, everything else would wait forever.
+            except (SystemExit, KeyboardInterrupt) as error:
+                logger.warning("a task raised %s, which is ignored", type(error).__name__)
         # `close` has cancelled them. Cancelled twice, a task that closes a connection would leave
         # it open, so only those that go on are cancelled again.
         if tasks := asyncio.all_tasks(self._loop):
@@ -299,6 +306,10 @@ class RolloutScheduler:
         while tasks := asyncio.all_tasks(self._loop):
             self._cancel_tasks()
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+
+    def _stop_loop(self) -> None:
+        self._is_ending = True
+        self._loop.stop()
 
     def _cancel_tasks(self) -> None:
         for task in asyncio.all_tasks(self._loop):
@@ -398,7 +409,8 @@ class _Round:
                 if the sampler refuses a request.
         """
         try:
-            environment = make()
+            with convert_exits():
+                environment = make()
         # The environment is the user's code, which may raise anything. The failure is counted.
         except Exception as error:
             raise _RolloutFailedError from error
@@ -485,9 +497,10 @@ class _Round:
                         vocab_size=self._vocab_size,
                     )
                     try:
-                        outcome = await environment.run_agent(
-                            self._prompts[index], sample=calls.sample
-                        )
+                        with convert_exits():
+                            outcome = await environment.run_agent(
+                                self._prompts[index], sample=calls.sample
+                            )
                     finally:
                         calls.end()
             # The agent is the user's code, which may raise anything. The failure is counted, unless
@@ -537,7 +550,8 @@ class _Round:
             begin = time.perf_counter()
             try:
                 async with asyncio.timeout(timeout_s):
-                    return await self._threads.call_or_await(function, argument)
+                    with convert_exits():
+                        return await self._threads.call_or_await(function, argument)
             except TimeoutError as error:
                 if isinstance(error.__cause__, asyncio.CancelledError):
                     raise _RolloutFailedError from self._make_timeout_error(index)
@@ -559,7 +573,8 @@ class _Round:
             return
         try:
             async with asyncio.timeout(self._get_pool(index).config.step_timeout_s):
-                await self._threads.call_or_await(close)
+                with convert_exits():
+                    await self._threads.call_or_await(close)
         # The environment is the user's code, which may raise anything. The failure is counted.
         except Exception as error:
             raise _RolloutFailedError from error
