@@ -41,6 +41,7 @@ from temper_trainer.data.text_decoder import TextDecoder
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
+from temper_trainer.rollout.vllm.completion_checks import check_completion
 from temper_trainer.rollout.vllm.messages import (
     CallResult,
     PackedCompletion,
@@ -48,7 +49,6 @@ from temper_trainer.rollout.vllm.messages import (
     decode_result,
     encode_value,
 )
-from temper_trainer.rollout.vllm.request_checks import check_completion
 from temper_trainer.types import (
     Completion,
     FinishReason,

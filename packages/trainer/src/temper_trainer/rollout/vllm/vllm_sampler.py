@@ -20,9 +20,9 @@ from temper_engine_api.weights import NamedWeight
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.progress import track_wait
 from temper_trainer.rollout.sampler import Replica, ReplicaError, check_requests
+from temper_trainer.rollout.vllm.completion_checks import check_completion
 from temper_trainer.rollout.vllm.messages import ServerSpec
 from temper_trainer.rollout.vllm.replica_pool import Member, MemberState, ReplicaPool, StartLoad
-from temper_trainer.rollout.vllm.request_checks import check_completion
 from temper_trainer.rollout.vllm.vllm_versions import describe_versions, find_untested_warning
 from temper_trainer.types import Completion, SamplingRequest
 

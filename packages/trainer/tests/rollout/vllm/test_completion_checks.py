@@ -8,8 +8,8 @@ import torch
 from packages.trainer.tests.rollout.models_for_tests import make_requests
 from temper_engine_api.errors import WeightError
 from temper_trainer.config.rollout import SamplingConfig
+from temper_trainer.rollout.vllm.completion_checks import check_completion
 from temper_trainer.rollout.vllm.messages import ServerSpec
-from temper_trainer.rollout.vllm.request_checks import check_completion
 from temper_trainer.types import Completion, FinishReason
 
 SPEC = ServerSpec(
