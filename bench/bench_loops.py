@@ -334,7 +334,8 @@ def run_loop(settings: list[str], *, steps: int, folder: Path) -> list[dict[str,
     ]
     done = subprocess.run(
         command,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Ray's default niceness of 15 would let other programs slow the sampler and the actor.
+        env=os.environ | {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"},
         capture_output=True,
         text=True,
         check=False,
