@@ -150,7 +150,11 @@ class Replica(Protocol):
         ...
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
-        """Return completions in request order; interrupted ones may have no tokens."""
+        """Return completions in request order; interrupted ones may have no tokens.
+
+        If the future can be cancelled, that aborts the requests. It takes effect before any method
+        that is called later.
+        """
         ...
 
     def call(self, method: str, *arguments: object) -> "Future[object]":

@@ -67,9 +67,10 @@ class TransformersEngine:
         finished = [self._sampler.sample([request])[0] for _, request in opened]
         return [(key, completion) for (key, _), completion in zip(opened, finished, strict=True)]
 
-    def interrupt(self) -> list[tuple[tuple[int, int], Completion]]:
-        """Return all open requests without tokens."""
-        opened, self._open = self._open, []
+    def interrupt(self, call: int | None = None) -> list[tuple[tuple[int, int], Completion]]:
+        """Return all open requests, or those of one call, without tokens."""
+        opened = [each for each in self._open if call is None or each[0][0] == call]
+        self._open = [each for each in self._open if each not in opened]
         return [
             (
                 key,

@@ -1,14 +1,20 @@
 """The trainer's end of a server, where the server cannot start or misbehaves."""
 
+import asyncio
 import contextlib
+import multiprocessing
 import os
+import queue
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -18,14 +24,28 @@ from temper_engine_api.process_folders import SHARED_MEMORY, remove_orphans
 from temper_trainer import redaction
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config_loading import load
+from temper_trainer.rollout.async_sampler import AsyncSampler, Cohort
 from temper_trainer.rollout.sampler import ReplicaError
 from temper_trainer.rollout.vllm import server_process
-from temper_trainer.rollout.vllm.messages import ServerSpec
+from temper_trainer.rollout.vllm.messages import (
+    Call,
+    Hello,
+    Ready,
+    ServerSpec,
+    decode,
+    encode,
+)
+from temper_trainer.rollout.vllm.server import ServerLoop
 from temper_trainer.rollout.vllm.server_process import ServerProcess
 from temper_trainer.rollout.vllm.server_spec import build_server_spec
 from temper_trainer.rollout.vllm.vllm_sampler import VllmSampler
 from temper_trainer.rollout.weight_channel import DeviceLocation
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import (
+    Completion,
+    FinishReason,
+    RefusedRequestError,
+    SamplingRequest,
+)
 from temper_trainer.weight_sync.transport_factory import _locate_receivers
 
 SPEC = ServerSpec(arguments={}, end_token_ids=(1,), max_length=64, vocab_size=41)
@@ -306,6 +326,105 @@ def test_killed_driver_leaves_no_starting_server_and_no_folder_after_the_next_st
         remove_orphans(root)  # as the next start does
     assert not sockets.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+class EndlessEngine:
+    """An engine whose requests end only when they are interrupted, and which checks as vLLM's."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[int, int], SamplingRequest] = {}
+
+    def add(self, key: tuple[int, int], request: SamplingRequest) -> None:
+        if request.request_id == 2:
+            raise RefusedRequestError("it is too long.", request.request_id)
+        self.open[key] = request
+
+    def interrupt(self, call: int | None = None) -> list[tuple[tuple[int, int], Completion]]:
+        keys = [key for key in self.open if call is None or key[0] == call]
+        reason = FinishReason.INTERRUPTED
+        return [
+            (key, replace(completion_of(self.open.pop(key)), finish_reason=reason)) for key in keys
+        ]
+
+    def load_files(self, buckets: object, version: int) -> int:
+        if self.open:
+            raise WeightError(f"{len(self.open)} requests are open: interrupt them first.")
+        return version
+
+
+class LoopServer(ServerProcess):
+    """A server in a thread of this process, with the loop of a real one."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            SPEC,
+            name="r",
+            python="",
+            log_file=Path(os.devnull),
+            start_timeout_s=60,
+            stall_timeout_s=60,
+        )
+        self.engine = EndlessEngine()
+
+    def _connect(self) -> "Connection[object, object]":
+        near, far = multiprocessing.Pipe()
+        threading.Thread(target=self._serve, args=(far,), daemon=True).start()
+        return near
+
+    def _serve(self, connection: "Connection[object, object]") -> None:
+        connection.send_bytes(encode(Hello(versions={"vllm": "0.32.0"})))
+        connection.recv_bytes()
+        connection.send_bytes(encode(Ready(device="cpu")))
+        loop = ServerLoop(cast(Any, self.engine), connection, queue.SimpleQueue())
+        with contextlib.suppress(EOFError), connection:
+            while True:
+                call = decode(connection.recv_bytes())
+                assert isinstance(call, Call)
+                loop._handle(call)
+
+
+@pytest.mark.parametrize("aborts", [True, False])
+def test_request_that_its_caller_gives_up_does_not_stay_open_at_a_weight_sync(aborts: bool) -> None:
+    server = LoopServer()
+    sampler = VllmSampler([server], spec=SPEC, max_restarts=0)
+    if not aborts:  # as on Ray
+
+        def sample(requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
+            future = ServerProcess.sample(server, requests)
+            future.set_running_or_notify_cancel()
+            return future
+
+        server.sample = sample  # type: ignore[method-assign]
+
+    def publish(version: int) -> None:
+        sampler.load(lambda replica: replica.call("load_files", [], version), version=version)
+
+    async def give_up() -> int:
+        streaming = AsyncSampler(sampler, interrupts=True)
+        tasks = [
+            asyncio.create_task(streaming.sample(each, cohort=Cohort(num_open=2)))
+            for each in REQUESTS[:2]
+        ]
+        while len(server.engine.open) < 2:
+            await asyncio.sleep(0.005)
+        tasks[0].cancel()
+        if aborts:
+            await asyncio.wait(tasks[:1])
+            while len(server.engine.open) > 1:  # the other one goes on
+                await asyncio.sleep(0.005)
+        tasks[1].cancel()
+        await streaming.pause()
+        publish(2)
+        return streaming.num_active
+
+    publish(1)
+    assert asyncio.run(give_up()) == 0
+    assert sampler._pool.is_idle(sampler._pool.ready[0])
+    # Those before a refused one of the same call are not left either.
+    with pytest.raises(RefusedRequestError, match="it is too long"):
+        sampler.sample(REQUESTS)
+    publish(3)
+    sampler.close()
 
 
 def ask_once(server: ServerProcess) -> None:

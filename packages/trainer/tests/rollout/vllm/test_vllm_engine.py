@@ -169,6 +169,20 @@ def test_request_that_vllm_refuses_affects_neither_the_server_nor_other_requests
     assert served.sampler.num_restarts == restarts
 
 
+def test_request_that_its_caller_gives_up_is_aborted(served: Served) -> None:
+    given_up, other = make_requests(make_prompts(2), LONG)
+    expected = served.sampler.sample([other])
+
+    async def give_up() -> Completion:
+        tasks = [asyncio.create_task(served.sampler.sample_one(each)) for each in (given_up, other)]
+        await asyncio.sleep(0.05)  # one of them may be open or finished by now
+        tasks[0].cancel()
+        return await tasks[1]
+
+    assert [asyncio.run(give_up())] == expected
+    served.publish_next()  # refused while a request is open
+
+
 def test_damaged_bucket_is_refused_and_the_old_weights_stay(served: Served) -> None:
     version = served.sampler.weight_version
     before = served.sampler.sample(make_requests(make_prompts(2), GREEDY))

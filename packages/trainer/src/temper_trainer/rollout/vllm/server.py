@@ -93,7 +93,7 @@ class ServerLoop:
             if call.method == "sample":
                 self._sample(call.number, *arguments)
             elif call.method == "interrupt":
-                for key, completion in self._engine.interrupt():
+                for key, completion in self._engine.interrupt(*arguments):
                     self._finish(key, completion)
                 self._answer(call.number, call.method, None)
             else:
@@ -110,14 +110,13 @@ class ServerLoop:
                 self._engine.add((number, index), request)
         except Exception:
             del self._sampling[number]
+            self._engine.interrupt(number)  # those before the one that was refused
             raise
         if not requests:
             self._answer(number, "sample", self._sampling.pop(number))
 
     def _finish(self, key: "RequestKey", completion: Completion) -> None:
         number, index = key
-        if number not in self._sampling:
-            return  # a later request of this call was refused
         self._sampling[number][index] = PackedCompletion.pack(completion)
         self._num_unreported += 1
         if None not in self._sampling[number]:

@@ -90,6 +90,6 @@ class ServerMethods(EngineMethods, Protocol):
         """Return one completion for each request, in their order."""
         ...
 
-    def interrupt(self) -> None:
-        """End every open request with the tokens that it has."""
+    def interrupt(self, call: int | None = None) -> None:
+        """End every open request, or those of one `sample` call, with the tokens that it has."""
         ...

@@ -182,20 +182,31 @@ class ServerProcess:
 
     def sample(self, requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
         """Sample completions; see Replica."""
-        return cast("Future[list[Completion]]", self.call("sample", list(requests)))
+        number = next(self._numbers)
+        future = cast("Future[list[Completion]]", self._call(number, "sample", list(requests)))
+
+        def abort(future: "Future[list[Completion]]") -> None:
+            if future.cancelled():
+                self.call("interrupt", number)
+
+        future.add_done_callback(abort)
+        return future
 
     def call(self, method: str, *arguments: object) -> "Future[object]":
         """Call a server method.
 
         The future fails with ReplicaError as soon as the server dies or stalls.
         """
+        return self._call(next(self._numbers), method, *arguments)
+
+    def _call(self, number: int, method: str, *arguments: object) -> "Future[object]":
+        """Send a call with a number that no other call has."""
         future: Future[object] = Future()
         encoded = encode_value(arguments)
         with self._lock:
             if self._connection is None:
                 future.set_exception(self._make_error("is not running"))
                 return future
-            number = next(self._numbers)
             # An idle server makes no progress, and that time must not count against this call.
             if not self._open_calls:
                 self._last_progress = time.monotonic()

@@ -159,14 +159,12 @@ class VllmEngine:
                 finished.append((key, self._completion(state, reason)))
         return finished
 
-    def interrupt(self) -> list[tuple[RequestKey, Completion]]:
-        """Stop every request and return its tokens so far, possibly none."""
-        stopped, self._open = self._open, {}
-        self._engine.abort_request(list(stopped))
-        return [
-            (key, self._completion(state, FinishReason.INTERRUPTED))
-            for key, state in stopped.values()
-        ]
+    def interrupt(self, call: int | None = None) -> list[tuple[RequestKey, Completion]]:
+        """Stop every request, or those of one call, and return its tokens so far, possibly none."""
+        names = [name for name, (key, _) in self._open.items() if call is None or key[0] == call]
+        stopped = [self._open.pop(name) for name in names]
+        self._engine.abort_request(names)
+        return [(key, self._completion(state, FinishReason.INTERRUPTED)) for key, state in stopped]
 
     def compute_logprobs(self, tokens: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-prob of every token but the first, at temperature 1.

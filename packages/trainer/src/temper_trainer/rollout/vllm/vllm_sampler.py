@@ -144,6 +144,9 @@ class VllmSampler:
                 name, version = call.member.replica.name, self._pool.version
                 check_completion(request, completion, self._spec, name=name, version=version)
                 return completion
+            except asyncio.CancelledError:
+                await _abort(call)
+                raise
             except ReplicaError as error:
                 await self._threads.call(
                     self._replace_dead,
@@ -170,7 +173,15 @@ class VllmSampler:
                     return self._send([request])[0][0]
             finally:
                 self._lock.release()
-        return (await self._threads.call(self._send, [request]))[0][0]
+        sending = asyncio.wrap_future(self._threads.start(self._send, [request]))
+        try:
+            return (await asyncio.shield(sending))[0][0]
+        except asyncio.CancelledError:
+            # The thread sends it all the same.
+            ((call, _),) = await sending
+            await _abort(call)
+            self._pool.release(call.member, [request])
+            raise
 
     def _send(self, requests: Sequence[SamplingRequest]) -> list[tuple["_Call", list[int]]]:
         """Send requests to the servers; return each call with its request indices."""
@@ -491,6 +502,15 @@ class VllmSampler:
         """Restart a dead server; see `ReplicaPool.replace`."""
         with self._lock:
             self._pool.replace(member, restarts_before=restarts_before, cause=cause)
+
+
+async def _abort(call: _Call) -> None:
+    """Abort a request whose caller has left; if its server cannot do that, wait for its end.
+
+    Otherwise a weight sync would find an open request.
+    """
+    if not call.future.cancel():
+        await asyncio.wait([asyncio.wrap_future(call.future)])
 
 
 def _run_in_parallel(calls: Sequence[Callable[[], None]]) -> None:

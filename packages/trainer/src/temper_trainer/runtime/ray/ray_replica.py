@@ -124,6 +124,8 @@ class RayReplica:
         self, submit: "Callable[[ReplicaHandle], ray.ObjectRef[object]]"
     ) -> "Future[object]":
         future: Future[object] = Future()
+        # It cannot be cancelled, because Ray would not tell the server.
+        future.set_running_or_notify_cancel()
         actor = self._actor
         if actor is None:
             future.set_exception(ReplicaError(f"{self._name} is not running."))
