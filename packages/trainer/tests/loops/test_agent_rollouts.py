@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from temper_trainer.loops.rollouts.rollout_scheduler import (
     IdleAgentError,
     RolloutScheduler,
 )
+from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler, ScriptedServer
 from temper_trainer.types import Prompt, Rollout, SamplingRequest
 
@@ -60,6 +62,8 @@ def run_agents(
     step_timeout_s: float | None = None,
     max_failure_fraction: float = 0.0,
     vocab_size: int | None = None,
+    recorder: CompletionRecorder | None = None,
+    replay: CompletionReplay | None = None,
 ) -> tuple[list[Conversation], dict[str, float]]:
     config = EnvironmentConfig(
         name="some:Agent",
@@ -81,6 +85,8 @@ def run_agents(
         environment=config,
         make_environment=lambda: Agent(run),
         vocab_size=vocab_size,
+        recorder=recorder,
+        replay=replay,
     ) as scheduler:
         return scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
 
@@ -121,7 +127,9 @@ def test_turns_are_joined_where_tokens_are_equal_and_split_where_history_changed
     assert metrics["agent/branches"] == 1
 
 
-def test_request_that_was_cancelled_is_not_trained() -> None:
+def test_request_that_was_cancelled_is_not_trained_and_cancelled_again_in_a_replay(
+    tmp_path: Path,
+) -> None:
     async def run(prompt: Prompt, sample: SampleFunction) -> float:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.01):
@@ -135,8 +143,12 @@ def test_request_that_was_cancelled_is_not_trained() -> None:
         token_s=0.05,
         max_concurrent=4,
     )
-    (conversation,), _ = run_agents(run, sampler=server)
+    path = tmp_path / "completions.jsonl"
+    (conversation,), _ = run_agents(run, sampler=server, recorder=CompletionRecorder(path))
     assert [list(each.tokens) for each in conversation.completions] == [[4]]
+    replay = CompletionReplay(path, needs_experts=False)
+    (replayed,), _ = run_agents(run, replay=replay)
+    assert replayed.completions == conversation.completions
 
 
 @pytest.mark.parametrize(

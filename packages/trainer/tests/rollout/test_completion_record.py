@@ -56,6 +56,25 @@ def test_completions_with_their_versions_are_replayed_in_any_order(tmp_path: Pat
         replay.find(make_request(3))
 
 
+def test_each_line_is_in_the_file_at_once_and_a_partial_one_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "completions.jsonl"
+    recorder = CompletionRecorder(path)
+    recorder.add(make_request(0), make_completion(0))
+    recorder.add_batch(1, groups=[0])
+    written = path.read_bytes()  # as much as is left after SIGKILL
+    assert CompletionReplay(path, needs_experts=False).find_batch(1) == [0]
+    path.write_bytes(written + written[:1000])  # a line that the run did not finish
+    resumed = CompletionRecorder(path)
+    resumed.add_batch(2, groups=[1])
+    replay = CompletionReplay(path, needs_experts=False)
+    assert replay.find(make_request(0)) == make_completion(0)
+    assert replay.find_batch(2) == [1]
+    with pytest.raises(ConfigError, match="does not say which groups step 3 trained"):
+        replay.find_batch(3)
+    recorder.close()
+    resumed.close()
+
+
 OLD_LINE = '{"key": "00", "tokens": [4, 2], "logprobs": [-0.5, -0.25], "weight_version": 0}\n'
 
 

@@ -143,6 +143,8 @@ class AsyncSampler:
             RefusedRequestError: If the sampler refuses the request.
         """
         if self._replay is not None:
+            if self._replay.is_cancelled(request):
+                await asyncio.Event().wait()  # until the caller gives it up again
             return self._replay.find(request)
         try:
             completion = pack_completion(
@@ -153,6 +155,10 @@ class AsyncSampler:
         except RefusedRequestError as error:
             if self._recorder is not None:
                 self._recorder.add_refusal(request, error)
+            raise
+        except asyncio.CancelledError:
+            if self._recorder is not None:
+                self._recorder.add_cancellation(request)
             raise
         if self._recorder is not None:
             self._recorder.add(request, completion)

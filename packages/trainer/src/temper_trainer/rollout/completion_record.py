@@ -8,11 +8,13 @@ timing.
 import base64
 import hashlib
 import json
+import os
 import re
 import struct
 import time
 from array import array
 from collections.abc import Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypedDict
 
@@ -64,7 +66,10 @@ class CompletionRecorder:
         if path.exists():
             with path.open("rb") as file:
                 _check_format(file.readline(), path=path)
-        self._file: IO[str] = path.open("a", encoding="utf-8")
+        _remove_partial_line(path)
+        # Each line is written at once: a batch must be recorded before it is trained, also if the
+        # run is killed then.
+        self._file: IO[str] = path.open("a", encoding="utf-8", buffering=1)
         self._begin = time.monotonic()
 
     def add(self, request: SamplingRequest, completion: Completion) -> None:
@@ -85,6 +90,11 @@ class CompletionRecorder:
     def add_refusal(self, request: SamplingRequest, error: RefusedRequestError) -> None:
         """Write that the sampler refused a request."""
         row = {"key": compute_key(request), "refused": str(error)}
+        self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+    def add_cancellation(self, request: SamplingRequest) -> None:
+        """Write that the caller gave a request up before it was finished."""
+        row = {"key": compute_key(request), "cancelled": True}
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def add_batch(self, step: int, *, groups: Sequence[int]) -> None:
@@ -113,6 +123,8 @@ class CompletionReplay:
         self._path = path
         self._offsets: dict[str, int] = {}
         """Position of each completion's line. A record may be larger than the memory."""
+        self._cancelled: set[str] = set()
+        """Keys of requests that their callers gave up."""
         self._batches: dict[int, list[int]] = {}
         self._needs_experts = needs_experts
         without_experts: set[str] = set()
@@ -127,6 +139,10 @@ class CompletionReplay:
                     row = json.loads(line)
                     if "batch" in row:
                         self._batches[row["batch"]] = row["groups"]
+                    elif "cancelled" in row:
+                        # A run that was stopped also records this, and completes the request when
+                        # it is resumed.
+                        self._cancelled.add(row["key"])
                     else:
                         missing = _FIELDS - row.keys()
                         if missing and "refused" not in row:
@@ -147,9 +163,25 @@ class CompletionReplay:
                 "or set it to none."
             )
 
-    def find_batch(self, step: int) -> Sequence[int] | None:
-        """Return the groups that a step of loop ``async`` has trained; None if not recorded."""
-        return self._batches.get(step)
+    def find_batch(self, step: int) -> Sequence[int]:
+        """Return the groups that a step of loop ``async`` has trained.
+
+        Raises:
+            ConfigError: If they were not recorded.
+        """
+        groups = self._batches.get(step)
+        if groups is None:
+            raise ConfigError(
+                f"rollout.replay {self._path} does not say which groups step {step} trained, so "
+                "the replay would differ: replay with the configuration of the recorded run, and "
+                "only the steps that it trained."
+            )
+        return groups
+
+    def is_cancelled(self, request: SamplingRequest) -> bool:
+        """Return True if the caller gave the request up in the recorded run."""
+        key = compute_key(request)
+        return key in self._cancelled and key not in self._offsets
 
     def find(self, request: SamplingRequest) -> Completion:
         """Return a request's recorded completion.
@@ -202,6 +234,14 @@ def _check_format(line: bytes, *, path: Path) -> None:
             f"{path} was recorded by an older version of Temper: record it again, in another "
             "run.dir or after removing this file."
         )
+
+
+def _remove_partial_line(path: Path) -> None:
+    """Remove the end of a file after its last newline: the run was killed while it wrote it."""
+    if path.exists() and path.stat().st_size:
+        with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as data:
+            end = data.rfind(b"\n") + 1
+        os.truncate(path, end)
 
 
 def _encode(values: "array[int] | array[float]") -> str:

@@ -150,9 +150,9 @@ class GroupPipeline(Generic[T]):
         return self._groups.take(chosen)
 
     def _choose(self, step: int) -> Sequence[int] | None:
-        recorded = None if self._replay is None else self._replay.find_batch(step)
-        if recorded is None:
+        if self._replay is None:
             return self._groups.choose()
+        recorded = self._replay.find_batch(step)
         return recorded if self._groups.has(recorded) else None
 
     async def _train(self) -> None:
