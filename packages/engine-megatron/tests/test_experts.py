@@ -30,7 +30,9 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_close,
     assert_all_equal,
     assert_close,
+    get_family_gradient,
 )
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
@@ -308,9 +310,10 @@ def test_router_losses_and_loads_match_transformers(engine_in_layout, oracle, la
                 assert_close(metrics[name], value, LOSS, quantity=name)
 
 
-def prescribe_experts(batch, *, num_layers=4):
-    noise = torch.rand(batch.num_tokens, num_layers, 8, generator=torch.Generator().manual_seed(5))
-    experts = noise.topk(3).indices.to(torch.int16)
+def prescribe_experts(batch, *, num_layers=4, num_experts=8, num_chosen=3):
+    generator = torch.Generator().manual_seed(5)
+    noise = torch.rand(batch.num_tokens, num_layers, num_experts, generator=generator)
+    experts = noise.topk(num_chosen).indices.to(torch.int16)
     # The router chooses for the last tokens, which a sampler never processes.
     experts[batch.sequence_starts[1:].long() - 1] = -1
     return batch.with_columns({ROUTED_EXPERTS: experts})
@@ -338,6 +341,31 @@ def test_gradient_with_prescribed_experts_matches_transformers(
         split=FIVE_MICRO_BATCHES,
     )
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["one-rank", "tp2-sp-ep2", "pp2"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_gradient_with_prescribed_experts_of_grouped_sigmoid_routers_matches_transformers(
+    engine_in_layout, oracle, family, layout
+):
+    model = FAMILIES[family]
+    # The first of the four layers is dense. Experts are drawn across the groups.
+    batch = prescribe_experts(
+        oracle.get_batch(model=model), num_layers=3, num_experts=4, num_chosen=2
+    )
+    setup = oracle.make_setup(model)
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    updates = engine_in_layout(layout).run(
+        measure_update,
+        setup=setup,
+        objective=ClippedPpoProbe(),
+        batch=batch,
+        split=FIVE_MICRO_BATCHES,
+    )
+    assert_all_close(
+        updates[0].gradients, expected.gradients, get_family_gradient(family), quantity="gradient"
+    )
 
 
 @pytest.mark.parametrize("changes", [{}, {"remove_padding": False}], ids=["default", "rows"])
