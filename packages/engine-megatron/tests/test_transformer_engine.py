@@ -202,7 +202,7 @@ def test_layers_recompute_and_take_adapters(
 def test_unaligned_sizes_are_refused_in_float8_only(
     config: MegatronConfig, start: Callable[..., MegatronEngine]
 ) -> None:
-    architecture = {**config.model.architecture, "intermediate_size": 40}  # type: ignore[dict-item]
+    architecture = {**config.model.architecture, "intermediate_size": 40}
     model = ModelSpec(architecture=architecture)
     with pytest.raises(CapabilityError, match="both sizes must be multiples of 16"):
         start(**TENSORWISE, model=model)
