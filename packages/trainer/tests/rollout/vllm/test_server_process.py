@@ -390,8 +390,16 @@ def test_request_that_its_caller_gives_up_does_not_stay_open_at_a_weight_sync(ab
     if not aborts:  # as on Ray
 
         def sample(requests: Sequence[SamplingRequest]) -> "Future[list[Completion]]":
-            future = ServerProcess.sample(server, requests)
+            future: Future[list[Completion]] = Future()
             future.set_running_or_notify_cancel()
+
+            def copy(done: "Future[list[Completion]]") -> None:
+                if (error := done.exception()) is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(done.result())
+
+            ServerProcess.sample(server, requests).add_done_callback(copy)
             return future
 
         server.sample = sample  # type: ignore[method-assign]
@@ -410,7 +418,7 @@ def test_request_that_its_caller_gives_up_does_not_stay_open_at_a_weight_sync(ab
         tasks[0].cancel()
         if aborts:
             await asyncio.wait(tasks[:1])
-            while len(server.engine.open) > 1:  # the other one goes on
+            while len(server.engine.open) > 1:  # the other one continues
                 await asyncio.sleep(0.005)
         tasks[1].cancel()
         await streaming.pause()
@@ -437,6 +445,36 @@ def test_requests_of_a_dead_replica_are_repeated_with_the_last_weights() -> None
     sampler = sampler_of(fake)
     assert sampler.sample(REQUESTS) == [completion_of(request) for request in REQUESTS]
     assert (fake.num_starts, fake.loaded, sampler.num_restarts) == (2, [1, 1], 1)
+
+
+def test_other_servers_get_requests_while_a_dead_one_starts_again() -> None:
+    may_start = threading.Event()
+
+    class SlowStart(FakeReplica):
+        def start(self) -> None:
+            super().start()
+            if self.num_starts > 1:
+                assert may_start.wait(30)
+
+    fakes = SlowStart(0, dies_at=range(1, 5)), FakeReplica(1)
+    sampler = sampler_of(*fakes)
+
+    async def sample(number: int) -> Completion:
+        return await sampler.sample_one(
+            replace(REQUESTS[0], request_id=number, prompt_tokens=(number + 2,))
+        )
+
+    async def sample_meanwhile() -> None:
+        await asyncio.wait_for(asyncio.gather(*map(sample, range(8))), timeout=20)
+
+    asyncio.run(sample_meanwhile())
+    assert len(fakes[1].requested) == 8
+    assert (fakes[0].num_starts, fakes[0].requested, fakes[0].loaded) == (2, [], [1])
+    may_start.set()
+    assert wait_until(lambda: sampler._pool.has_started, timeout_s=30)
+    asyncio.run(sample_meanwhile())
+    assert fakes[0].requested
+    assert fakes[0].loaded == [1, 1]
 
 
 def test_replica_that_dies_before_the_first_weights_is_restarted_and_its_requests_repeated() -> (

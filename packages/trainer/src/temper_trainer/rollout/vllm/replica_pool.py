@@ -1,7 +1,7 @@
 """The servers of a sampler: which of them have the current weights, and what replaces dead ones.
 
-A dead server is restarted with the last weights. If these cannot be loaded again, it is restarted
-while the others sample, and waits for the next weights. A server that joins waits for them, too.
+A dead server is restarted while the others sample, and then loads the last weights. If these cannot
+be loaded again, it waits for the next ones. A server that joins waits for them, too.
 """
 
 import logging
@@ -51,7 +51,7 @@ class Member:
     A failed call is the first that notices a death only if this number is the same as when the call
     was sent."""
     start: "Future[None] | None" = None
-    """Start in another thread, if the state is STARTING."""
+    """Start in another thread, until the weights that follow it are loaded."""
 
 
 class ReplicaPool:
@@ -128,11 +128,14 @@ class ReplicaPool:
         """
         deadline = time.monotonic() + self._join_timeout_s
         while not self.ready:
+            self.admit_started()
             self._load_waiting()
             if self.ready:
                 return
-            left_s = deadline - time.monotonic()
-            if self.is_closed or left_s <= 0 or self.weights_are_lost:
+            is_starting = any(each.state == MemberState.STARTING for each in self._members)
+            left_s = None if is_starting else deadline - time.monotonic()
+            is_late = left_s is not None and left_s <= 0
+            if self.is_closed or is_late or self.weights_are_lost:
                 raise ReplicaError(
                     "no server with the current weights is left: see the log for the reasons, and "
                     "resume the run."
@@ -172,7 +175,7 @@ class ReplicaPool:
             return
         for member in self.receivers:
             try:
-                self._reload(member)
+                self.reload(member)
                 self.set_state(member, MemberState.READY)
             except TemperError as error:
                 logger.warning("%s cannot load the current weights: %s", member.replica.name, error)
@@ -201,14 +204,18 @@ class ReplicaPool:
             self._balancer.disable(member.number)
             self.num_changes += 1
 
-    def replace(self, member: Member, *, restarts_before: int, cause: ReplicaError) -> None:
-        """Restart a dead server with the last weights, once per death.
+    def replace(
+        self, member: Member, *, restarts_before: int, cause: ReplicaError, waits: bool
+    ) -> None:
+        """Restart a dead server, once per death.
 
         Args:
             member: The server.
             restarts_before: Its number of restarts when the failed call was sent. Another call may
                 have noticed the death first.
             cause: The call's error.
+            waits: Restart it here and load the last weights, if possible. False starts it in a
+                thread; see `claim_started`.
 
         Raises:
             ReplicaError: If it cannot be restarted, and no other server has the weights.
@@ -224,13 +231,38 @@ class ReplicaPool:
                 "It cannot be restarted, because its weights are not stored anywhere: resume "
                 "the run, or set weight_sync.transport=shared_memory."
             ) from cause
-        if self.weights_are_lost or not member.replica.can_restart:
+        if self.weights_are_lost or not member.replica.can_restart or not waits:
             self._suspend(member, cause=cause)
             return
         self._count_restart(member, cause=cause)
         member.replica.start()
-        if self.last_load is not None:
-            self._reload(member)
+        self.reload(member)
+
+    @property
+    def has_started(self) -> bool:
+        """True if a server was started again and is not admitted yet."""
+        return any(
+            each.state == MemberState.STARTING and each.start is not None and each.start.done()
+            for each in self._members
+        )
+
+    def claim_started(self) -> list[Member]:
+        """Return servers that were started again and can load the last weights, each of them once.
+
+        Raises:
+            ReplicaError: If one did not start, and no restart is left.
+        """
+        self.admit_started()
+        claimed = [
+            each
+            for each in self._members
+            if each.state == MemberState.WAITING and each.start is not None
+        ]
+        if self.weights_are_lost:
+            return []
+        for member in claimed:
+            member.start = None
+        return claimed
 
     def restart_dead(self, *, problem: str) -> None:
         """Find servers that have died; see `VllmSampler.restart_dead`."""
@@ -295,6 +327,11 @@ class ReplicaPool:
         self._count_restart(member, cause=cause)
         self.set_state(member, MemberState.STARTING)
         member.start = self._threads.start(member.replica.start)
+        member.start.add_done_callback(self._notify)
+
+    def _notify(self, _: "Future[None]") -> None:
+        with self.lock:
+            self._changed.notify_all()
 
     def _count_restart(self, member: Member, *, cause: ReplicaError) -> None:
         """Count a restart of a server.
@@ -319,7 +356,9 @@ class ReplicaPool:
             self._restarts_left,
         )
 
-    def _reload(self, member: Member) -> None:
-        """Load the last weights into a server."""
-        assert self.last_load is not None
-        self.check_version(member, self.last_load(member.replica).result(), version=self.version)
+    def reload(self, member: Member) -> None:
+        """Load the last weights into a server, if there are any; needs no lock."""
+        if self.last_load is not None:
+            self.check_version(
+                member, self.last_load(member.replica).result(), version=self.version
+            )

@@ -1,8 +1,7 @@
 """The `vllm` sampler: several servers behind a load balancer.
 
-A server that dies is restarted. If its weights cannot be loaded again, it is restarted while the
-others sample, and gets requests again after the next publish. The same applies to servers that join
-the run.
+A server that dies is restarted while the others sample. If its weights cannot be loaded again, it
+gets requests again after the next publish. The same applies to servers that join the run.
 """
 
 import asyncio
@@ -169,7 +168,7 @@ class VllmSampler:
         # Use a thread only when the lock is taken, to restart a replica or load weights.
         if self._lock.acquire(blocking=False):
             try:
-                if self._pool.ready:
+                if self._pool.ready and not self._pool.has_started:
                     return self._send([request])[0][0]
             finally:
                 self._lock.release()
@@ -185,6 +184,7 @@ class VllmSampler:
 
     def _send(self, requests: Sequence[SamplingRequest]) -> list[tuple["_Call", list[int]]]:
         """Send requests to the servers; return each call with its request indices."""
+        self._reload_started()
         # Hold the lock while reading restart counts and sending. Otherwise a server might be
         # restarted in between, and the death of the old process would count for the new one.
         with self._lock:
@@ -200,6 +200,23 @@ class VllmSampler:
                 )
                 for member, indices in self._pool.assign(requests)
             ]
+
+    def _reload_started(self) -> None:
+        """Load the last weights into servers that were started again.
+
+        Not in the thread that starts one: a transport may be writing new weights then. They wait
+        for the request that is being sent here.
+        """
+        with self._lock:
+            claimed = [(each, each.num_restarts) for each in self._pool.claim_started()]
+        for member, restarts_before in claimed:
+            try:
+                self._pool.reload(member)
+            except ReplicaError as error:
+                self._replace_dead(member, restarts_before=restarts_before, cause=error)
+            else:
+                with self._lock:
+                    self._pool.set_state(member, MemberState.READY)
 
     def interrupt(self) -> None:
         """Interrupt all open requests; see InterruptibleSampler."""
@@ -343,7 +360,9 @@ class VllmSampler:
                         self._pool.check_version(member, future.result(), version=version)
                 except ReplicaError as error:
                     self._pool.version = version  # the restarted replica loads and reports it
-                    self._replace_dead(member, restarts_before=restarts_before, cause=error)
+                    self._replace_dead(
+                        member, restarts_before=restarts_before, cause=error, waits=True
+                    )
                 except WeightError:
                     # A replica that is restarted later must not load weights that were refused.
                     self._pool.last_load = previous
@@ -400,7 +419,9 @@ class VllmSampler:
                     with track_wait(f"{members[i].replica.name}: {method}"):
                         results[i] = future.result()
                 except ReplicaError as error:
-                    self._replace_dead(members[i], restarts_before=num_restarts[i], cause=error)
+                    self._replace_dead(
+                        members[i], restarts_before=num_restarts[i], cause=error, waits=True
+                    )
                     if members[i] in self._pool.receivers:
                         pending.append(i)
         return results
@@ -498,10 +519,12 @@ class VllmSampler:
                 self._pool.release(call.member, [requests[index] for index in indices])
         return failed
 
-    def _replace_dead(self, member: Member, *, restarts_before: int, cause: ReplicaError) -> None:
+    def _replace_dead(
+        self, member: Member, *, restarts_before: int, cause: ReplicaError, waits: bool = False
+    ) -> None:
         """Restart a dead server; see `ReplicaPool.replace`."""
         with self._lock:
-            self._pool.replace(member, restarts_before=restarts_before, cause=cause)
+            self._pool.replace(member, restarts_before=restarts_before, cause=cause, waits=waits)
 
 
 async def _abort(call: _Call) -> None:
