@@ -488,7 +488,8 @@ def test_invalid_answer_fails_only_its_own_rollout(case: str) -> None:
     prompts = [Prompt(prompt_id=i, text="", tokens=(2,), answer="") for i in range(2)]
     with RolloutScheduler(
         StreamingScriptedSampler(count_down, end_token_id=0),
-        environment=replace(CONFIG, max_failure_fraction=0.5),
+        # Constructed one after another, so that the first one fails.
+        environment=replace(CONFIG, max_failure_fraction=0.5, max_concurrent=1),
         make_environment=make_environment,
         vocab_size=len(WORDS),
     ) as scheduler:
@@ -587,6 +588,36 @@ def run_asynchronous(
     ) as scheduler:
         conversations, _ = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
     return conversations, requested, closed
+
+
+def test_constructors_run_at_the_same_time_up_to_the_limit() -> None:
+    most, barrier = 0, threading.Barrier(2)
+    constructing: set[int] = set()
+
+    class SlowConstructor(LengthFee):
+        def __init__(self) -> None:
+            nonlocal most
+            constructing.add(threading.get_ident())
+            barrier.wait(WAIT_S)  # for another constructor
+            most = max(most, len(constructing))
+            barrier.wait(WAIT_S)
+            constructing.discard(threading.get_ident())
+
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(2,), sampling=SamplingConfig(max_tokens=9), seed=i
+        )
+        for i in range(4)
+    ]
+    prompts = [Prompt(prompt_id=i, text="", tokens=(2,), answer="") for i in range(4)]
+    with RolloutScheduler(
+        StreamingScriptedSampler(count_down, end_token_id=0),
+        environment=replace(CONFIG, max_concurrent=2, max_turns=1),
+        make_environment=SlowConstructor,
+    ) as scheduler:
+        conversations, _ = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+    assert [len(each.completions) for each in conversations] == [1] * 4
+    assert most == 2
 
 
 def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:

@@ -58,8 +58,9 @@ class EnvironmentConfig:
     answer_end: str = "</result>"
     """Text after a tool's answer; may be empty."""
     max_concurrent: PositiveInt = 16
-    """Maximum number of environments that answer at the same time, each in its own thread. For
-    agents, the maximum number that run at the same time, those that wait for the sampler included.
+    """Maximum number of environments that answer at the same time, each in its own thread, and of
+    those that are constructed at the same time. For agents, the maximum number that run at the same
+    time, those that wait for the sampler included.
     """
     step_timeout_s: PositiveFloat | None = None
     """Maximum time in seconds of an environment's answer, or of an agent between its requests,

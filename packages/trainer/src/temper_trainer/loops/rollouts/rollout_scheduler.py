@@ -81,11 +81,25 @@ NamedEnvironment = tuple[EnvironmentConfig, EnvironmentFactory]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentPool:
-    """Environments with the same settings, and the limit that they share."""
+    """Environments with the same settings, and the limits that they share."""
 
     config: EnvironmentConfig
     make: EnvironmentFactory
     limit: PriorityLimit
+    """Limit of calls, and of agents that run."""
+    constructor_limit: PriorityLimit
+    """Limit of constructors. Not the same one, because agents that run may wait for a rollout whose
+    environment is not constructed yet."""
+
+    @classmethod
+    def create(cls, config: EnvironmentConfig, make: EnvironmentFactory) -> "EnvironmentPool":
+        """Return a pool with the limits of a configuration."""
+        return cls(
+            config=config,
+            make=make,
+            limit=PriorityLimit(config.max_concurrent),
+            constructor_limit=PriorityLimit(config.max_concurrent),
+        )
 
 
 class RolloutScheduler:
@@ -128,17 +142,11 @@ class RolloutScheduler:
         self._vocab_size = vocab_size
         self._max_failure_fraction = max_failure_fraction
         self._pools = {
-            name: EnvironmentPool(
-                config=config, make=make, limit=PriorityLimit(config.max_concurrent)
-            )
+            name: EnvironmentPool.create(config, make)
             for name, (config, make) in (named_environments or {}).items()
         }
         if environment is not None and make_environment is not None:
-            self._pools[""] = EnvironmentPool(
-                config=environment,
-                make=make_environment,
-                limit=PriorityLimit(environment.max_concurrent),
-            )
+            self._pools[""] = EnvironmentPool.create(environment, make_environment)
         self.recorder = recorder
         """Records completions; None if they are not recorded."""
         self.replay = replay
@@ -408,12 +416,7 @@ class _Round:
             _RolloutFailedError: If it raises, takes too long, or returns what cannot be trained, or
                 if the sampler refuses a request.
         """
-        try:
-            with convert_exits():
-                environment = make()
-        # The environment is the user's code, which may raise anything. The failure is counted.
-        except Exception as error:
-            raise _RolloutFailedError from error
+        environment = await self._construct(make, index=index, trace=conversation.trace)
         try:
             if isinstance(environment, AgentEnvironment):
                 await self._run_agent(
@@ -561,6 +564,23 @@ class _Round:
                 raise _RolloutFailedError from error
             finally:
                 trace.spans.append(Span("environment", begin, time.perf_counter()))
+
+    async def _construct(
+        self, make: EnvironmentFactory, *, index: int, trace: RolloutTrace
+    ) -> Environment | AgentEnvironment:
+        """Make an environment in a thread, because a constructor may load data or start a program.
+
+        Raises:
+            _RolloutFailedError: If the constructor raises.
+        """
+        limit = self._get_pool(index).constructor_limit
+        async with limit.acquire((self._cohort.priority, index)):
+            with trace.measure("environment"):
+                try:
+                    return await self._threads.call(make)
+                # The environment is the user's code, which may raise anything.
+                except Exception as error:
+                    raise _RolloutFailedError from error
 
     async def _close(self, environment: Environment | AgentEnvironment, *, index: int) -> None:
         """Close the environment of a rollout if it can be closed.
