@@ -151,6 +151,30 @@ def test_request_that_was_cancelled_is_not_trained_and_cancelled_again_in_a_repl
     assert replayed.completions == conversation.completions
 
 
+def test_request_that_is_repeated_after_a_timeout_is_not_drawn_again() -> None:
+    requests: list[SamplingRequest] = []
+
+    def script(request: SamplingRequest) -> list[int]:
+        requests.append(request)
+        return [3] * (5 if len(requests) == 1 else 1)
+
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await sample((5,))
+        await sample((5,))
+        await sample((5,))
+        return 0.0
+
+    server = ScriptedServer(script, end_token_id=END, token_s=0.05, max_concurrent=4)
+    # The repeated request is no further turn.
+    (conversation,), metrics = run_agents(run, sampler=server, max_turns=2)
+    assert len(conversation.branches) == 1
+    assert metrics["agent/repeated_requests"] == 1.0
+    first, repeated, other = (each.seed for each in requests)
+    assert first == repeated != other
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"), [((5,), "environment.max_turns"), ((5,) * 42, "environment.max_tokens")]
 )

@@ -63,6 +63,12 @@ class AgentCalls:
     """True when the agent has ended; requests may still be open."""
     _working_since: float = field(default_factory=time.perf_counter)
     """Time at which the last request was answered."""
+    num_repeated: int = 0
+    """Number of requests that repeat one which the agent had given up."""
+    _given_up: dict[tuple[tuple[int, ...], int, tuple[str, ...]], SamplingRequest] = field(
+        default_factory=dict
+    )
+    """Requests that the agent gave up, by their tokens, lengths and stop texts."""
     _num_started: int = 0
     _num_open: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -81,6 +87,9 @@ class AgentCalls:
                 completion = await self.sample_request(request)
         except RefusedRequestError:
             raise  # the agent may send another request
+        except asyncio.CancelledError:
+            self._given_up[_make_key(request)] = request
+            raise
         except Exception as error:
             self.sampler_error = error
             self._set_deadline(asyncio.get_running_loop().time())
@@ -149,11 +158,6 @@ class AgentCalls:
         Raises:
             RolloutLimitError: See `SampleFunction`.
         """
-        if self._num_started == self.limits.max_turns:
-            self.is_over_limit = True
-            raise RolloutLimitError(
-                f"this rollout had its {self.limits.max_turns} completions (environment.max_turns)."
-            )
         longest = len(self.request.prompt_tokens) + self.limits.max_tokens
         if len(tokens) >= longest:
             self.is_over_limit = True
@@ -162,19 +166,30 @@ class AgentCalls:
                 f"{longest}: the {len(self.request.prompt_tokens)} of the row's prompt and the "
                 f"{self.limits.max_tokens} of environment.max_tokens."
             )
-        call, self._num_started = self._num_started, self._num_started + 1
         sampling = self.request.sampling
         lengths = [sampling.max_tokens, longest - len(tokens)]
         if max_tokens is not None:
             lengths.append(max_tokens)
-        return replace(
+        request = replace(
             self.request,
             prompt_tokens=tokens,
             sampling=replace(sampling, max_tokens=min(lengths), stop=(*sampling.stop, *stop)),
-            seed=self.request.seed if call == 0 else derive_seed(self.request.seed, "turn", call),
             # One replica has the beginning of the conversation in its prefix cache.
             session=self.request.seed if self.request.session is None else self.request.session,
         )
+        # A client repeats a request after its timeout. Mostly long completions take so long: with
+        # another seed, they would be replaced by shorter ones.
+        if (repeated := self._given_up.pop(_make_key(request), None)) is not None:
+            self.num_repeated += 1
+            return repeated
+        if self._num_started == self.limits.max_turns:
+            self.is_over_limit = True
+            raise RolloutLimitError(
+                f"this rollout had its {self.limits.max_turns} completions (environment.max_turns)."
+            )
+        call, self._num_started = self._num_started, self._num_started + 1
+        seed = self.request.seed if call == 0 else derive_seed(self.request.seed, "turn", call)
+        return replace(request, seed=seed)
 
     def fill(self, conversation: Conversation, *, outcome: AgentOutcome) -> None:
         """Add the completions and the outcome to a conversation."""
@@ -194,10 +209,16 @@ class AgentCalls:
             {
                 "agent/requests": float(len(self.finished)),
                 "agent/branches": float(len(histories)),
+                "agent/repeated_requests": float(self.num_repeated),
                 "agent/over_limit": float(self.is_over_limit),
                 **outcome.metrics,
             }
         ]
+
+
+def _make_key(request: SamplingRequest) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
+    """Return what an agent determines of a request."""
+    return request.prompt_tokens, request.sampling.max_tokens, tuple(request.sampling.stop)
 
 
 def join_calls(calls: Sequence[AgentCall]) -> list[Branch]:
