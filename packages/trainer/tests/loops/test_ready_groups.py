@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from packages.trainer.tests.loops.test_batch_pipeline import (
 )
 from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, Credits
 from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
+from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
 from temper_trainer.rollout import async_sampler
@@ -202,6 +204,42 @@ def is_unbiased(lengths: Sequence[int]) -> bool:
     return measure_distance(lengths) <= CRITICAL_DISTANCE / math.sqrt(len(lengths))
 
 
+class DrawingServer(ScriptedServer):
+    """A server whose completions depend on the seed and the weights, as those of a model do.
+
+    The length of a continuation is drawn from those above the tokens that it has.
+    """
+
+    def __init__(self, *, token_s: float, max_concurrent: int) -> None:
+        super().__init__(self._draw, end_token_id=0, token_s=token_s, max_concurrent=max_concurrent)
+
+    def _draw(self, request: SamplingRequest) -> list[int]:
+        num_before = len(request.prompt_tokens) - 1
+        source = (request.prompt_tokens[0], request.seed, self.weight_version)
+        lengths = NormalDist(math.log(MEDIAN_TOKENS), SIGMA)
+        lowest = lengths.cdf(math.log(num_before)) if num_before else 0.0
+        quantile = lowest + (1 - lowest) * random.Random(hash(source)).random()
+        length = math.ceil(math.exp(lengths.inv_cdf(min(max(quantile, 1e-12), 1 - 1e-12))))
+        return [1] * max(1, length - num_before)
+
+
+def test_restart_of_interrupted_completions_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Mostly long completions are interrupted, and drawn again they are shorter.
+    monkeypatch.setattr(async_sampler, "_make_continuation", lambda request, _: request)
+    monkeypatch.setattr(async_sampler, "_join", lambda _, last: last)
+    trained = train_groups(
+        AdmissionRule(max_staleness=2, overlaps=True),
+        num_steps=11,
+        batch_size=100,
+        max_concurrent=50,
+        token_s=1e-3,
+        make_server=DrawingServer,
+    )
+    assert not is_unbiased(
+        [len(completion.tokens) for _, batch in trained for _, completion in batch]
+    )
+
+
 def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
     trained = train_groups(
         AdmissionRule(max_staleness=2, overlaps=True),
@@ -209,6 +247,7 @@ def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
         batch_size=1000,
         max_concurrent=500,
         token_s=1e-3,
+        make_server=DrawingServer,
     )
     batches = [[len(completion.tokens) for _, completion in batch] for _, batch in trained]
     lengths = [length for batch in batches for length in batch]
@@ -310,6 +349,27 @@ def test_recorded_groups_are_trained_again_in_a_replay(tmp_path: Path) -> None:
     groups = [[group for group, _ in batch] for _, batch in trained]
     assert [[group for group, _ in batch] for _, batch in replayed] == groups
     assert groups != [list(range(16 * i, 16 * i + 16)) for i in range(8)]
+
+
+def test_given_rollout_counts_as_started_before_it_is_scored() -> None:
+    events: list[str] = []
+    (request,), prompts = make_requests(0, batch_size=1)
+    server = ScriptedServer(script, end_token_id=0, token_s=0.0, max_concurrent=1)
+
+    async def score(index: int, conversation: object) -> None:
+        events.append(f"scored {index}")
+
+    with RolloutScheduler(server) as scheduler:
+        scheduler.run(
+            scheduler.run_rollouts(
+                [request],
+                prompts=prompts,
+                given={0: Conversation(request=request)},
+                on_start=lambda index: events.append(f"started {index}"),
+                finish=score,
+            )
+        )
+    assert events == ["started 0", "scored 0"]
 
 
 @pytest.mark.parametrize(
