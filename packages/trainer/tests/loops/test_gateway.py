@@ -357,6 +357,7 @@ def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"extra_body": {"messages": []}}, "at least one message"),
         ({"extra_body": {"messages": [{"role": "robot"}]}}, "role is 'robot'"),
+        ({"extra_body": {"messages": [{"role": []}]}}, r"role is \[\]"),
         ({"extra_body": {"best_of": 3}}, "best_of=3 is not supported"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function is None"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),

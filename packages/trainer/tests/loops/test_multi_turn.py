@@ -29,7 +29,7 @@ from temper_trainer.environment.protocol import (
 )
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.rollouts import rollout_scheduler
-from temper_trainer.loops.rollouts.multi_turn import Conversation
+from temper_trainer.loops.rollouts.multi_turn import Conversation, measure_turns
 from temper_trainer.loops.rollouts.rollout_scheduler import (
     EnvironmentTimeoutError,
     RolloutFailureError,
@@ -465,6 +465,14 @@ INVALID_ANSWERS: dict[str, tuple[Callable[[], FixedAnswers], str]] = {
         lambda: FixedAnswers(Observation(tokens=(1,) * 40)),
         "observation has 40 tokens",
     ),
+    "reward of reset": (
+        lambda: FixedAnswers(Observation(reward=1.0)),
+        "first observation has reward 1 and is_done False",
+    ),
+    "end in reset": (
+        lambda: FixedAnswers(Observation(is_done=True)),
+        "first observation has reward 0 and is_done True",
+    ),
     "factory": (make_broken, "OSError: no such server"),
     "factory that exits": (make_exiting, "SystemExit in a .*: 2"),
 }
@@ -554,11 +562,11 @@ class AsynchronousTool:
 
     async def reset(self, prompt: Prompt) -> Observation:
         self._prompt = prompt
-        return Observation(tokens=(IDS["9"],))
+        return Observation(tokens=(IDS["9"],), metrics={"tool/calls": 1.0})
 
     async def step(self, tokens: Sequence[int]) -> Observation:
         await self._step(self._prompt)
-        return Observation(tokens=(IDS["\n"],))
+        return Observation(tokens=(IDS["\n"],), metrics={"tool/failed": 1.0})
 
     async def close(self) -> None:
         self._closed.append(self._prompt.prompt_id)
@@ -625,6 +633,8 @@ def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:
         return
 
     conversations, requested, closed = run_asynchronous(step, config=replace(CONFIG, max_tokens=6))
+    metrics = measure_turns(conversations)
+    assert (metrics["tool/calls"], metrics["tool/failed"]) == (3.0, 6.0)
     # Of six tokens the opening takes one, then a completion of two, an answer of one, and two.
     assert [each.prompt_tokens for each in requested if each.prompt_tokens[0] == 2] == [
         (2, IDS["9"]),

@@ -222,6 +222,34 @@ def test_stop_text_is_found_across_an_interruption(qwen2: Pair, begin: int, end:
         )
 
 
+def test_call_waits_for_a_rollout_that_has_given_up_a_request() -> None:
+    calls: list[list[int]] = []
+
+    class Recording(ScriptedSampler):
+        def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+            calls.append([request.request_id for request in requests])
+            return super().sample(requests)
+
+    async def give_up() -> None:
+        sampler, cohort = AsyncSampler(Recording(lambda _: [1], end_token_id=1)), Cohort(num_open=2)
+        requests = make_requests([[2], [3], [4]], SamplingConfig(max_tokens=4))
+
+        def start(number: int, index: int) -> "asyncio.Task[Completion]":
+            return asyncio.create_task(sampler.sample(requests[number], cohort=cohort, index=index))
+
+        given_up = start(0, 0)
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        other = start(1, 1)
+        await asyncio.sleep(0.05)
+        assert calls == []
+        await asyncio.gather(other, start(2, 0))
+
+    asyncio.run(give_up())
+    assert calls == [[2, 1]]
+
+
 def test_tokens_after_a_stop_text_are_dropped_with_their_logprobs_and_experts() -> None:
     # Tokens 2 to 6 are a to e; a prompt of two tokens and the interrupted part "ab" come before.
     continuation = Completion(

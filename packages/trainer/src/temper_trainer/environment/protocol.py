@@ -61,7 +61,8 @@ class Environment(Protocol):
         """Start a rollout with this prompt.
 
         Returns:
-            An observation whose tokens are appended to the prompt, or None for none.
+            An observation whose tokens are appended to the prompt, or None for none. It has no
+            reward and does not end the rollout.
         """
         ...
 

@@ -254,9 +254,15 @@ class AsyncSampler:
         self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace
     ) -> Completion:
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        cohort.waiting[index] = _Waiting(request=request, future=future, trace=trace)
+        waiting = _Waiting(request=request, future=future, trace=trace)
+        cohort.waiting[index] = waiting
         self._start_call_if_complete(cohort)
-        return await future
+        try:
+            return await future
+        finally:
+            # Its rollout may have given the request up, and still be open.
+            if cohort.waiting.get(index) is waiting:
+                del cohort.waiting[index]
 
     def _start_call_if_complete(self, cohort: Cohort) -> None:
         if not cohort.waiting or len(cohort.waiting) < cohort.num_open:

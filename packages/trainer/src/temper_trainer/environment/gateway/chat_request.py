@@ -192,7 +192,7 @@ def _parse_message(message: object, *, index: int) -> dict[str, Any]:
     """Return a message with its content as text."""
     fields = _check_object(message, name=f"messages[{index}]")
     role = fields.get("role")
-    if role not in _ROLES:
+    if not isinstance(role, str) or role not in _ROLES:
         raise RequestError(
             f"messages[{index}].role is {role!r}, but must be one of {', '.join(sorted(_ROLES))}"
         )

@@ -165,14 +165,20 @@ def add_opening(
     """Add the environment's first observation, which the policy reads after the prompt.
 
     Raises:
-        InvalidAnswerError: If it leaves no token for a completion.
+        InvalidAnswerError: If it leaves no token for a completion, or belongs to a completion.
     """
+    if observation.reward or observation.is_done:
+        raise InvalidAnswerError(
+            f"the first observation has reward {observation.reward:g} and is_done "
+            f"{observation.is_done}, but no completion comes before it: return both from step."
+        )
     if len(observation.tokens) >= limits.max_tokens:
         raise InvalidAnswerError(
             f"the first observation has {len(observation.tokens)} tokens, but a rollout may have "
             f"{limits.max_tokens} after its prompt: shorten it, or raise environment.max_tokens."
         )
     conversation.opening = observation.tokens
+    conversation.metrics.append(observation.metrics)
 
 
 def add_observation(
@@ -199,7 +205,7 @@ def measure_turns(conversations: Sequence[Conversation]) -> dict[str, float]:
     counts: dict[str, float] = {}
     # Turn by turn, in the order of the rollouts: float sums must not depend on which one was
     # faster.
-    for turn in range(max(num_turns)):
+    for turn in range(max(len(conversation.metrics) for conversation in conversations)):
         for conversation in conversations:
             metrics = conversation.metrics[turn] if turn < len(conversation.metrics) else {}
             for name, count in metrics.items():

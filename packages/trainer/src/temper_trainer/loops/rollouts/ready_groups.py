@@ -65,7 +65,7 @@ class ReadyGroups(Generic[T]):
 
     def add(self, group: int, value: T) -> None:
         """Add a group whose rollouts are all scored."""
-        # One without requests, such as of given completions, is as old as the weights are now.
+        # One whose start was not recorded is as old as the weights are now.
         self.start(group)
         self._ready[group] = value
         self._num_ready[self._deadlines[group]] += 1

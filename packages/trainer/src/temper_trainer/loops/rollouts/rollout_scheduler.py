@@ -259,7 +259,8 @@ class RolloutScheduler:
             prompts: The prompt of each request.
             priority: Rollouts with a smaller number continue first.
             given: Rollouts that need not be sampled, by their indices.
-            on_start: Called with the index of each request that reaches the sampler.
+            on_start: Called with the index of each request that reaches the sampler, and at once
+                with those of `given`.
             finish: Called with index and conversation when a rollout ends, for example to score it.
                 Other rollouts continue meanwhile.
 
@@ -287,6 +288,10 @@ class RolloutScheduler:
             given=given or {},
             on_start=on_start,
         )
+
+        # They have the version of the weights now, however long their scoring takes.
+        for index in rollouts.given if on_start is not None else ():
+            on_start(index)
 
         async def run_to_end(index: int) -> Conversation:
             conversation = await rollouts.run_rollout(index)
