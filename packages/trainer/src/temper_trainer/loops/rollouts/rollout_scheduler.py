@@ -289,9 +289,10 @@ class RolloutScheduler:
             on_start=on_start,
         )
 
-        # They have the version of the weights now, however long their scoring takes.
-        for index in rollouts.given if on_start is not None else ():
-            on_start(index)
+        if on_start is not None:
+            # They have the current weight version, however long their scoring takes.
+            for index in rollouts.given:
+                on_start(index)
 
         async def run_to_end(index: int) -> Conversation:
             conversation = await rollouts.run_rollout(index)
