@@ -10,6 +10,7 @@ import io
 import json
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +52,6 @@ _EXPERTS = {
     "head_dim": 2,
 }
 """Fields of a model whose experts a launch divides."""
-_NO_TENSORS = "\2" + 7 * "\0" + "{}"
 _ADAPTER = {
     "adapter_config.json": json.dumps(
         {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
@@ -82,18 +82,48 @@ _TOKENIZER = {
 MODEL = {
     "config.json": json.dumps(_CONFIG),
     **_TOKENIZER,
-    "model.safetensors": _NO_TENSORS,
 }
-"""The files of a model directory that a check reads."""
+"""The files of a model directory that a check reads, without its weights."""
 
 
-def _model(values: dict[str, Plain]) -> dict[str, str]:
+def _model(values: dict[str, Plain]) -> dict[str, bytes]:
     """Return the files of a model that has what the settings divide."""
-    divides_experts = any(
+    has_experts = any(
         key.endswith(".expert_parallel") and value != 1 for key, value in values.items()
     )
-    config = {**_CONFIG, **_EXPERTS} if divides_experts else _CONFIG
-    return {**MODEL, "config.json": json.dumps(config)}
+    config = {**_CONFIG, **_EXPERTS} if has_experts else _CONFIG
+    files = {name: text.encode() for name, text in MODEL.items()}
+    files["config.json"] = json.dumps(config).encode()
+    files["model.safetensors"] = _weights(has_experts=has_experts)
+    return files
+
+
+@cache
+def _weights(*, has_experts: bool) -> bytes:
+    """Return the weights of a model, because checks compare their names and shapes."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (64, 128),
+        "model.norm.weight": (128,),
+        "lm_head.weight": (64, 128),
+    }
+    for layer in (f"model.layers.{number}" for number in range(2)):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}.{norm}.weight"] = (128,)
+        for module in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            shapes[f"{layer}.self_attn.{module}.weight"] = (128, 128)
+            if module != "o_proj" and not has_experts:
+                shapes[f"{layer}.self_attn.{module}.bias"] = (128,)
+        for norm in ("q_norm", "k_norm") if has_experts else ():
+            shapes[f"{layer}.self_attn.{norm}.weight"] = (2,)
+        if has_experts:
+            shapes[f"{layer}.mlp.gate.weight"] = (64, 128)
+        mlps = [f"experts.{index}." for index in range(64)] if has_experts else [""]
+        width = 16 if has_experts else 48
+        for mlp in mlps:
+            for module in ("gate_proj", "up_proj"):
+                shapes[f"{layer}.mlp.{mlp}{module}.weight"] = (width, 128)
+            shapes[f"{layer}.mlp.{mlp}down_proj.weight"] = (128, width)
+    return save({name: np.zeros(shape, "f2") for name, shape in shapes.items()})
 
 
 def command(translation: Translation, folder: Path, *, name: str) -> list[str]:
@@ -135,7 +165,7 @@ def _moved(values: dict[str, Plain], folder: Path) -> Iterator[tuple[str, Plain]
             )
         elif key.endswith(".engine.model.path") and isinstance(value, str):
             for name, content in _model(values).items():
-                position = _put(value, folder, content=content.encode(), below=name)
+                position = _put(value, folder, content=content, below=name)
             yield key, position
         elif key.endswith(".engine.lora.path") and isinstance(value, str):
             for name, content in _ADAPTER.items():
