@@ -271,7 +271,9 @@ def test_listening_server_opens_only_the_socket_in_security_md(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "5ec2e7 of servers")
-    command = [sys.executable, "-m", listening_server.__name__, f"{HOST}:0"]
+    # A server inherits from nohup that SIGHUP is ignored; env restores the default.
+    command = ["env", "--default-signal=HUP", sys.executable]
+    command += ["-m", listening_server.__name__, f"{HOST}:0"]
     with Listeners() as listeners:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
