@@ -469,7 +469,8 @@ def test_other_servers_get_requests_while_a_dead_one_starts_again() -> None:
 
     asyncio.run(sample_meanwhile())
     assert len(fakes[1].requested) == 8
-    assert (fakes[0].num_starts, fakes[0].requested, fakes[0].loaded) == (2, [], [1])
+    assert wait_until(lambda: fakes[0].num_starts == 2, timeout_s=30)
+    assert (fakes[0].requested, fakes[0].loaded) == ([], [1])
     may_start.set()
     assert wait_until(lambda: sampler._pool.has_started, timeout_s=30)
     asyncio.run(sample_meanwhile())
