@@ -10,6 +10,7 @@ reason; an unknown command is an error.
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -117,10 +118,38 @@ _TOKENIZER = {
     ),
     "chat_template.jinja": "{% for message in messages %}{{ message.content }}<eos>{% endfor %}",
 }
+
+
+def _make_weights() -> str:
+    """Make a safetensors file of zeros with the names and shapes of the model, as text."""
+    shapes = {"model.embed_tokens": (64, 32), "model.norm": (32,), "lm_head": (64, 32)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {
+            f"{layer}.{norm}": (32,) for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        for name, size in (("q_proj", 32), ("k_proj", 16), ("v_proj", 16)):
+            shapes[f"{layer}.self_attn.{name}"] = (size, 32)
+        shapes[f"{layer}.self_attn.o_proj"] = (32, 32)
+        shapes |= {f"{layer}.mlp.{name}": (48, 32) for name in ("gate_proj", "up_proj")}
+        shapes[f"{layer}.mlp.down_proj"] = (32, 48)
+    named = {f"{name}.weight": shape for name, shape in shapes.items()}
+    for name, shape in shapes.items():
+        if name.endswith(("q_proj", "k_proj", "v_proj")):
+            named[f"{name}.bias"] = shape[:1]
+    header, end = {}, 0
+    for name, shape in named.items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "F16", "shape": shape, "data_offsets": (start, end)}
+    text = json.dumps(header)
+    # A multiple of 256, so that the bytes of the length in front are characters.
+    text += -len(text) % 256 * " "
+    return len(text).to_bytes(8, "little").decode("ascii") + text + end * "\0"
+
+
 _MODEL = {
     "config.json": json.dumps(_TINY_CONFIG),
     **_TOKENIZER,
-    "model.safetensors": "\2" + 7 * "\0" + "{}",
+    "model.safetensors": _make_weights(),
 }
 """The files of a model directory that `temper-train --check` reads."""
 _MODELS = (
