@@ -247,7 +247,6 @@ def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
         batch_size=1000,
         max_concurrent=500,
         token_s=1e-3,
-        make_server=DrawingServer,
     )
     batches = [[len(completion.tokens) for _, completion in batch] for _, batch in trained]
     lengths = [length for batch in batches for length in batch]
