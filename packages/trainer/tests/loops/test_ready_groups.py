@@ -215,7 +215,8 @@ class DrawingServer(ScriptedServer):
 
     def _draw(self, request: SamplingRequest) -> list[int]:
         num_before = len(request.prompt_tokens) - 1
-        source = (request.prompt_tokens[0], request.seed, self.weight_version)
+        # A continuation under the same weights must not draw the same number again.
+        source = (request.prompt_tokens[0], request.seed, self.weight_version, num_before)
         lengths = NormalDist(math.log(MEDIAN_TOKENS), SIGMA)
         lowest = lengths.cdf(math.log(num_before)) if num_before else 0.0
         quantile = lowest + (1 - lowest) * random.Random(hash(source)).random()
@@ -247,6 +248,7 @@ def test_trained_lengths_have_the_distribution_of_the_sampled_ones() -> None:
         batch_size=1000,
         max_concurrent=500,
         token_s=1e-3,
+        make_server=DrawingServer,
     )
     batches = [[len(completion.tokens) for _, completion in batch] for _, batch in trained]
     lengths = [length for batch in batches for length in batch]
