@@ -323,23 +323,8 @@ def find_rollout_conflicts(
             "weight_sync.transport is cuda_ipc, but actor.engine.device is cpu: use auto, or train "
             "on cuda."
         )
-    sends_adapter = sync.content == "adapter"
-    if sends_adapter and (sampler != "vllm" or not has_adapter):
-        yield (
-            f"weight_sync.content is adapter, but rollout.sampler is {sampler} and "
-            f"actor.engine.lora is {'on' if has_adapter else 'off'}: it needs rollout=vllm and an "
-            "adapter; full sends an adapter merged."
-        )
-    if sends_adapter and sync.transport not in ("auto", "shared_memory"):
-        yield (
-            f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter is sent "
-            "as a file: use auto."
-        )
-    if sends_adapter and rollout.vllm.sleep_level == 2:
-        yield (
-            "rollout.vllm.sleep_level is 2, which drops the base weights, but weight_sync.content "
-            "is adapter, which never sends them again: use sleep_level 1 or content full."
-        )
+    if sync.content == "adapter":
+        yield from _find_adapter_conflicts(rollout, sync=sync, has_adapter=has_adapter)
     if rollout.vllm.has_remote_servers:
         yield from _find_remote_conflicts(rollout, sync=sync, devices=devices)
         # With Ray, the rank that sends weights listens on the address of its node.
@@ -368,6 +353,28 @@ def find_rollout_conflicts(
             f"{sampling.top_p} and sampling.top_k {sampling.top_k}: training needs log-probs "
             "after temperature and before truncation, which vLLM does not report. Use temperature "
             "1, or top_p 1 and top_k 0, or rollout=hf."
+        )
+
+
+def _find_adapter_conflicts(
+    rollout: RolloutConfig, *, sync: WeightSyncConfig, has_adapter: bool
+) -> Iterator[str]:
+    """Yield settings that prevent the sync of an adapter alone."""
+    if rollout.sampler != "vllm" or not has_adapter:
+        yield (
+            f"weight_sync.content is adapter, but rollout.sampler is {rollout.sampler} "
+            f"and actor.engine.lora is {'on' if has_adapter else 'off'}: it needs rollout=vllm and "
+            "an adapter; full sends an adapter merged."
+        )
+    if sync.transport not in ("auto", "shared_memory"):
+        yield (
+            f"weight_sync.transport is {sync.transport}, but weight_sync.content adapter is sent "
+            "as a file: use auto."
+        )
+    if rollout.vllm.sleep_level == 2:
+        yield (
+            "rollout.vllm.sleep_level is 2, which drops the base weights, but weight_sync.content "
+            "is adapter, which never sends them again: use sleep_level 1 or content full."
         )
 
 
