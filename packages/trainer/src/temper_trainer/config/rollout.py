@@ -87,7 +87,8 @@ class VllmConfig:
     """
     stall_timeout_s: PositiveFloat = 120.0
     """Restart a server with open requests if neither a token nor a heartbeat arrives within this
-    many seconds.
+    many seconds. A server sends no heartbeat while it samples, so this also limits one scheduler
+    step.
     """
     load_timeout_s: PositiveFloat = 600.0
     """Restart a server whose heartbeat continues if loading weights, or any call without new

@@ -1,7 +1,7 @@
 """A server that misbehaves as its spec's environment says.
 
 `beats` sends only heartbeats; `builds` never becomes ready; `silent` sends nothing; `garbled` sends
-bytes that cannot be decoded. `crashes` leaves a worker, and writes its process id and the folder of
+bytes that cannot be decoded; `stuck` serves an engine whose first step never ends. `crashes` leaves a worker, and writes its process id and the folder of
 vLLM's sockets into the file of the spec's environment. `gives-up` closes its connection before it
 has started and `hangs-up` after that; both log the reason only then.
 """
@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from temper_trainer.rollout.vllm import server
 from temper_trainer.rollout.vllm.messages import (
     Call,
     Heartbeat,
@@ -25,7 +26,18 @@ from temper_trainer.rollout.vllm.messages import (
     decode,
     encode,
 )
-from temper_trainer.rollout.vllm.server import read_messages
+from temper_trainer.rollout.vllm.server import ServerLoop, read_messages
+
+
+class StuckEngine:
+    """An engine with a request that it never samples a token for."""
+
+    is_idle = False
+
+    def step(self) -> None:
+        """Sleep for longer than a test."""
+        time.sleep(600)
+
 
 if __name__ == "__main__":
     connection: "Connection[Any, Any]" = Connection(int(sys.argv[1]))
@@ -52,6 +64,10 @@ if __name__ == "__main__":
     while behaviour == "beats":
         connection.send_bytes(encode(Heartbeat()))
         time.sleep(0.1)
+    if behaviour == "stuck":
+        server._HEARTBEAT_INTERVAL_S = 0.1
+        engine: Any = StuckEngine()
+        ServerLoop(engine, connection, queue.SimpleQueue()).run()
     if behaviour == "garbled":
         connection.send_bytes(b"no message")
     time.sleep(600)

@@ -207,6 +207,7 @@ def test_missing_interpreter_is_named(tmp_path: Path) -> None:
     ("behaviour", "sentence"),
     [
         ("silent", r"r sent no message for rollout\.vllm\.stall_timeout_s = 1 s"),
+        ("stuck", r"r sent no message for rollout\.vllm\.stall_timeout_s = 1 s"),
         ("garbled", r"r sent an invalid message \(ValidationError"),
     ],
 )

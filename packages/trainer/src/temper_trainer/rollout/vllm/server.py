@@ -71,6 +71,7 @@ class ServerLoop:
         self._sampling: dict[int, list[PackedCompletion | None]] = {}
         self._last_message = time.monotonic()
         self._num_unreported = 0
+        self._is_in_step = False
         self._send_lock = threading.Lock()
 
     def run(self) -> None:
@@ -81,7 +82,10 @@ class ServerLoop:
             # once. If the engine is idle, wait here for the next call.
             while self._engine.is_idle or not self._inbox.empty():
                 self._handle(self._inbox.get())
-            for key, completion in self._engine.step():
+            self._is_in_step = True
+            finished = self._engine.step()
+            self._is_in_step = False
+            for key, completion in finished:
                 self._finish(key, completion)
             if time.monotonic() - self._last_message > _PROGRESS_INTERVAL_S:
                 self._send(Progress(num_finished=self._num_unreported))
@@ -130,10 +134,13 @@ class ServerLoop:
         self._write(message)
 
     def _send_heartbeats(self) -> None:
-        # In a thread, because loading weights or a long prompt blocks the main thread for minutes.
+        # In a thread, because loading weights or a long prompt to score blocks the main thread for
+        # minutes. But a step takes seconds: the heartbeat stops in one that hangs. Between two
+        # steps, `run` sends messages by itself.
         while True:
             time.sleep(_HEARTBEAT_INTERVAL_S)
-            self._write(Heartbeat())
+            if not self._is_in_step:
+                self._write(Heartbeat())
 
     def _write(self, message: Message) -> None:
         try:
