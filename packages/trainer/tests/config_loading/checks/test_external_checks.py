@@ -1085,7 +1085,7 @@ def test_run_folder_that_cannot_be_created_is_refused(there: list[str], tmp_path
 
 
 def interpreter(folder: Path, *, says: str, status: int = 0) -> str:
-    """Write a program that answers as a Python with these packages would."""
+    """Write a program that answers as a Python with packages of servers would."""
     program = folder / "python"
     program.write_text(f"#!/bin/sh\necho '{says}'\nexit {status}\n")
     program.chmod(0o755)
@@ -1110,7 +1110,7 @@ def interpreter(folder: Path, *, says: str, status: int = 0) -> str:
 def test_versions_of_the_servers_interpreter_are_checked_before_the_run(
     there: list[str], tmp_path: Path, packages: dict[str, str], sentence: str | None
 ) -> None:
-    python = interpreter(tmp_path, says=json.dumps(packages))
+    python = interpreter(tmp_path, says=json.dumps({"packages": packages}))
     config = load([*there, "rollout=vllm", f"runtime.rollout_python={python}"]).config
     if sentence is None:
         check_libraries(config)
@@ -1141,9 +1141,44 @@ def test_hanging_interpreter_is_not_refused_before_the_run(
 
 
 def test_interpreter_of_this_environment_lists_its_packages() -> None:
-    versions = external_checks._list_versions(sys.executable)
-    assert versions is not None
-    assert {"temper_trainer", "temper_engine_api", "torch"} <= versions.keys()
+    environment = external_checks._describe_environment(sys.executable)
+    assert environment is not None
+    assert {"temper_trainer", "temper_engine_api", "torch"} <= environment["packages"].keys()
+
+
+VLLM_ENVIRONMENT = {
+    "packages": {"temper_trainer": "", "temper_engine_api": "", "vllm": "0.32.0"},
+    "arguments": ["block_size", "load_format", "hf_token"],
+    "load_formats": ["auto", "dummy"],
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("+{key}.engine_kwargs.block_sizes=16", "which vLLM 0.32.0 in {python} does not have: did"),
+        ("+{key}.engine_kwargs.block_sizes=16", "you mean block_size?"),
+        ("+{key}.engine_kwargs.zzz=1", "remove it, or see the fields of vllm.EngineArgs."),
+        ("{key}.load_format=dumy", "which vLLM 0.32.0 in {python} does not have: use auto or dum"),
+        ("+{key}.engine_kwargs.block_size=16", None),
+        ("{key}.load_format=auto", None),
+    ],
+)
+def test_arguments_that_vllm_does_not_have_are_refused(
+    there: list[str], tmp_path: Path, setting: str, sentence: str | None
+) -> None:
+    python = interpreter(tmp_path, says=json.dumps(VLLM_ENVIRONMENT))
+    override = setting.format(key="rollout.vllm")
+    servers = [*there, "rollout=vllm", f"runtime.rollout_python={python}", override]
+    if sentence is None:
+        check_external_objects(load(servers).config)
+        return
+    assert sentence.format(python=python) in refusal(servers)
+    # Without vLLM here, and with servers that others started, its arguments are not known.
+    check_external_objects(load([*there, "rollout=vllm", override]).config)
+    on_servers = [*servers, "rollout.vllm.servers=[127.0.0.1:8100]"]
+    if "load_format" not in override:  # no effect with such servers
+        check_external_objects(load(on_servers).config)
 
 
 def test_missing_library_of_a_data_source_is_refused_before_the_run(

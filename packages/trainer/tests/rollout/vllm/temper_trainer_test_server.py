@@ -1,9 +1,10 @@
 """A server that misbehaves as its spec's environment says.
 
 `beats` sends only heartbeats; `builds` never becomes ready; `silent` sends nothing; `garbled` sends
-bytes that cannot be decoded; `stuck` serves an engine whose first step never ends. `crashes` leaves a worker, and writes its process id and the folder of
-vLLM's sockets into the file of the spec's environment. `gives-up` closes its connection before it
-has started and `hangs-up` after that; both log the reason only then.
+bytes that cannot be decoded; `stuck` serves an engine whose first step never ends. `crashes` leaves
+a worker, and writes its process id and the folder of vLLM's sockets into the file of the spec's
+environment. `gives-up` closes its connection before it has started and `hangs-up` after that; both
+log the reason only then.
 """
 
 import os

@@ -1,5 +1,7 @@
 """Tests of the supported range of vLLM, and of the messages for versions outside it."""
 
+import json
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from temper_trainer.rollout.vllm.vllm_versions import (
     TESTED_RANGE,
     describe_versions,
+    find_engine_options,
     find_import_problem,
     find_untested_warning,
     find_version_problem,
@@ -78,3 +81,66 @@ def test_torchvision_of_another_torch_is_named_with_the_command_that_removes_it(
 
 def test_environment_without_these_packages_has_no_import_problem() -> None:
     assert find_import_problem() is None
+
+
+def write_vllm(folder: Path, *, engine: str, loaders: str) -> None:
+    for path, text in (
+        ("engine/arg_utils", engine),
+        ("model_executor/model_loader/__init__", loaders),
+    ):
+        file = folder / "vllm" / f"{path}.py"
+        file.parent.mkdir(parents=True)
+        file.write_text(text)
+    (folder / "vllm" / "__init__.py").write_text("raise AssertionError('imported')")
+
+
+def test_arguments_and_load_formats_are_read_without_importing_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_vllm(
+        tmp_path,
+        engine="class EngineArgs:\n    model: str = 'm'\n    seed: int = 0\n    x = 1\n",
+        loaders="from typing import Literal\nLoadFormats = Literal['auto', 'pt']\n",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_engine_options() == {"arguments": ["model", "seed"], "load_formats": ["auto", "pt"]}
+    # A plugin may register formats.
+    (tmp_path / "loader-1.dist-info").mkdir()
+    (tmp_path / "loader-1.dist-info" / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nl = loader:register\n"
+    )
+    assert find_engine_options() == {"arguments": ["model", "seed"]}
+
+
+@pytest.mark.parametrize(
+    "engine", ["class EngineArgs(Base):\n    model: str\n", "EngineArgs = make()\n", "1 +"]
+)
+def test_source_with_another_form_gives_no_arguments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    write_vllm(tmp_path, engine=engine, loaders="LoadFormats = make()")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert find_engine_options() == {}
+
+
+PRINT_OPTIONS = """
+import dataclasses, json
+from vllm import EngineArgs
+from vllm.model_executor import model_loader
+from temper_trainer.rollout.vllm.vllm_versions import find_engine_options
+names = [field.name for field in dataclasses.fields(EngineArgs)]
+formats = list(model_loader._LOAD_FORMAT_TO_MODEL_LOADER)
+print(json.dumps([find_engine_options(), {"arguments": names, "load_formats": formats}]))
+"""
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_options_of_the_installed_vllm_are_those_that_it_has_when_imported(
+    rollout_python: str,
+) -> None:
+    done = subprocess.run(
+        [rollout_python, "-c", PRINT_OPTIONS], capture_output=True, text=True, check=True
+    )
+    read, imported = json.loads(done.stdout.splitlines()[-1])
+    assert read == imported

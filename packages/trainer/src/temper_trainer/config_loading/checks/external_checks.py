@@ -3,6 +3,7 @@
 docs/how-to/check.md lists the checks.
 """
 
+import difflib
 import importlib.util
 import inspect
 import ipaddress
@@ -15,7 +16,9 @@ import subprocess
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.checkpoint import verify
@@ -33,6 +36,7 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
+from temper_trainer.config.rollout import VllmConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
@@ -80,6 +84,7 @@ def check_external_objects(config: TrainerConfig) -> None:
         *find_model_problems(config),
         *_find_run_problems(config),
         *_find_host_problems(config),
+        *_find_vllm_problems(config),
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
@@ -238,9 +243,10 @@ def _check_vllm(setting: str, *, python: str | None) -> None:
                 f"runtime.rollout_python is {python}, but there is no such program: give the "
                 "Python of an environment with vLLM, such as rollout-env/bin/python."
             )
-        listed = _list_versions(python)
-        if listed is None:
+        environment = _describe_environment(python)
+        if environment is None:
             return
+        listed: dict[str, str] = environment["packages"]
         missing = [
             module.replace("_", "-")
             for module in ("temper_trainer", "temper_engine_api")
@@ -258,8 +264,12 @@ def _check_vllm(setting: str, *, python: str | None) -> None:
         raise ConfigError(f"{setting}: {problem}")
 
 
-def _list_versions(python: str) -> dict[str, str] | None:
-    """Return the package versions of another interpreter; None if it does not answer in time.
+@cache
+def _describe_environment(python: str) -> dict[str, Any] | None:
+    """Return packages and vLLM's options of another interpreter.
+
+    Returns:
+        The output of `vllm_versions`; None if the interpreter does not answer in time.
 
     Raises:
         ConfigError: If it is not a Python that can run servers.
@@ -287,8 +297,41 @@ def _list_versions(python: str) -> dict[str, str] | None:
             f"runtime.rollout_python is {python}, which could not list its packages ({last}): "
             "give a working Python, 3.11 or later."
         )
-    answer: dict[str, str] = json.loads(done.stdout)
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
+
+
+def _find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield arguments and load formats of servers that the vLLM of this host does not have."""
+    vllm, python = config.rollout.vllm, config.runtime.rollout_python or sys.executable
+    is_elsewhere = vllm.has_remote_servers or config.runtime.address is not None
+    if config.rollout.sampler != "vllm" or not config.generates_completions or is_elsewhere:
+        return
+    if not vllm.engine_kwargs and vllm.load_format == VllmConfig().load_format:
+        return
+    try:
+        found = _describe_environment(python)
+    except ConfigError:  # raised again by `check_libraries`, because it concerns this host alone
+        found = None
+    if found is None or "vllm" not in found["packages"]:
+        return
+    owner = f"which vLLM {found['packages']['vllm']} in {python} does not have"
+    arguments, formats = found.get("arguments"), found.get("load_formats")
+    for name in vllm.engine_kwargs if arguments else ():
+        if name not in arguments:
+            near = difflib.get_close_matches(name, arguments, n=1)
+            remedy = (
+                f"did you mean {near[0]}?"
+                if near
+                else "remove it, or see the fields of vllm.EngineArgs."
+            )
+            yield f"rollout.vllm.engine_kwargs has {name}, {owner}: {remedy}"
+    if formats and vllm.load_format not in formats:
+        *others, last = formats
+        yield (
+            f"rollout.vllm.load_format is {vllm.load_format}, {owner}: use {', '.join(others)} or "
+            f"{last}."
+        )
 
 
 def _check_command(config: EnvironmentConfig, *, key: str) -> None:

@@ -1,9 +1,10 @@
-"""Tested vLLM versions, and checks for the versions in a server's environment.
+"""Tested vLLM versions, and checks for the packages in a server's environment.
 
 Imported by the server before vLLM, and by the trainer, which may not have vLLM. Only the standard
 library is imported, so that `--check` can run this file in another interpreter.
 """
 
+import ast
 import importlib
 import importlib.metadata
 import importlib.util
@@ -11,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 OLDEST_TESTED = (0, 26)
 NEWEST_TESTED = (0, 32)
@@ -46,6 +48,45 @@ def find_installed_versions() -> dict[str, str]:
         if importlib.util.find_spec(module) is not None:
             versions[module] = _find_version(*_DISTRIBUTIONS.get(module, (module,)))
     return versions
+
+
+def find_engine_options() -> dict[str, list[str]]:
+    """Return the `arguments` and `load_formats` of the installed vLLM, read from its source.
+
+    Importing vLLM takes minutes. A list is left out if vLLM is not installed or its source has an
+    unexpected form. So are load formats if a plugin of vLLM may register more of them.
+    """
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return {}
+    folder, options = Path(spec.origin).parent, {}
+    for node in _parse(folder / "engine" / "arg_utils.py"):
+        if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
+            options["arguments"] = [
+                field.target.id
+                for field in node.body
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            ]
+    has_plugins = any(
+        not plugin.value.startswith("vllm.")
+        for group in ("vllm.general_plugins", "vllm.platform_plugins")
+        for plugin in importlib.metadata.entry_points(group=group)
+    )
+    for node in _parse(folder / "model_executor" / "model_loader" / "__init__.py"):
+        match node:
+            case ast.Assign(
+                targets=[ast.Name(id="LoadFormats")], value=ast.Subscript(slice=formats)
+            ) if not has_plugins:
+                options["load_formats"] = list(ast.literal_eval(formats))
+    return options
+
+
+def _parse(file: Path) -> list[ast.stmt]:
+    """Return the statements of a Python file; empty if it cannot be read."""
+    try:
+        return ast.parse(file.read_text(encoding="utf-8")).body
+    except (OSError, ValueError, SyntaxError):
+        return []
 
 
 def find_temper_version() -> str:
@@ -160,4 +201,4 @@ def _report_packages() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(_report_packages()))
+    sys.stdout.write(json.dumps({"packages": _report_packages(), **find_engine_options()}))
