@@ -3,8 +3,9 @@
 import contextlib
 import logging
 import os
+import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from numbers import Real
 from pathlib import Path
@@ -47,19 +48,45 @@ def find_write_error(folder: str | Path) -> OSError | None:
         return error
 
 
-def check_num_layers(config: object) -> None:
-    """Check that a Hugging Face config has a layer.
+def check_number_ranges(config: object, *, source: str) -> None:
+    """Check that numbers in a Hugging Face config are in their range.
 
-    Without the check, transformers would build a model without layers.
+    Most config classes accept any number. A model without layers would be built, and others compute
+    NaN or fail in the first training pass.
+
+    Args:
+        config: The config of a text model.
+        source: Start of the message: the setting or file that has the numbers.
 
     Raises:
-        ConfigError: If it has none.
+        ConfigError: If one is not.
     """
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if isinstance(num_layers, int) and num_layers < 1:
-        raise ConfigError(
-            f"model.architecture.num_hidden_layers is {num_layers}, but must be at least 1."
-        )
+    for name, number in _iterate_numbers(vars(config)):
+        for pattern, is_allowed, words in _NUMBER_RANGES:
+            if pattern.fullmatch(name) and not is_allowed(number):
+                raise ConfigError(f"{source}: {name} is {number}, but must be {words}.")
+
+
+_NUMBER_RANGES: tuple[tuple[re.Pattern[str], Callable[[float], bool], str], ...] = (
+    (
+        re.compile("num_hidden_layers|num_layers|n_layers?"),
+        lambda number: number >= 1,
+        "at least 1",
+    ),
+    (re.compile("rope_theta"), lambda number: number > 0, "above 0"),
+    (re.compile(r"\w*(dropout|pdrop)\w*"), lambda number: 0 <= number <= 1, "between 0 and 1"),
+    (re.compile(r"\w*norm_eps(ilon)?"), lambda number: number >= 0, "at least 0"),
+)
+"""Patterns of names, and the numbers that are allowed there. NaN is never allowed."""
+
+
+def _iterate_numbers(fields: Mapping[str, object]) -> Iterator[tuple[str, float]]:
+    """Yield names and numbers, also those in mappings, such as rope_parameters."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _iterate_numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield str(name), value
 
 
 def warn_about_undeclared_keys(config: object, *, architecture: Mapping[str, object]) -> None:

@@ -126,11 +126,19 @@ ADAPTER = ("actor.engine.lora.rank=4", "actor.engine.lora.alpha=8")
         ),
         (
             [f"{ARCHITECTURE}.num_hidden_layers=0"],
-            "model.architecture.num_hidden_layers is 0, but must be at least 1.",
+            "model.architecture: num_hidden_layers is 0, but must be at least 1.",
         ),
         (
             [f"{ARCHITECTURE}.hidden_size=0"],
             "model.architecture.hidden_size is 0, but must be at least 1.",
+        ),
+        (
+            [f"+{ARCHITECTURE}.rope_theta=0"],
+            "model.architecture: rope_theta is 0, but must be above 0.",
+        ),
+        (
+            [f"+{ARCHITECTURE}.attention_dropout=2.0"],
+            "model.architecture: attention_dropout is 2.0, but must be between 0 and 1.",
         ),
     ],
 )
@@ -187,6 +195,11 @@ def test_check_compares_the_headers_of_saved_weights_with_their_config(
         f"configuration error:\nactor.engine: the weights in {tmp_path} do not match their "
         "config.json: 1 of another shape, such as model.embed_tokens.weight ([512, 128] instead of "
         "[600, 128]). Use the config.json"
+    )
+    config.write_text(config.read_text().replace('"rope_theta": 10000.0', '"rope_theta": 0'))
+    assert (
+        f"actor.engine: {config}: rope_theta is 0, but must be above 0."
+        in run(capsys, *settings)[2]
     )
 
 

@@ -49,7 +49,10 @@ from .conftest import RL
         ("actor=5", "actor is 5, but must be a block of keys."),
         (
             "run.num_threads=few",
-            "run.num_threads is 'few', but must be a whole number of at least 1, or null.",
+            (
+                "run.num_threads is 'few', but must be a whole number of at least 1 and at most "
+                "1024, or null."
+            ),
         ),
         (
             "reward.arguments.x=[1]",
@@ -120,6 +123,12 @@ def test_key_is_added_to_the_message_of_a_dataclass() -> None:
 def test_key_is_not_added_twice_to_a_message() -> None:
     with pytest.raises(ConfigError, match=r"^run.total_steps is 0, but must be at least 1.$"):
         load([*RL, "run.total_steps=0"])
+
+
+def test_more_threads_than_a_process_can_start_are_refused() -> None:
+    sentence = r"^run.num_threads is 100000, but must be at least 1 and at most 1024.$"
+    with pytest.raises(ConfigError, match=sentence):
+        load([*RL, "run.num_threads=100000"])
 
 
 def test_all_problems_are_listed_at_once() -> None:

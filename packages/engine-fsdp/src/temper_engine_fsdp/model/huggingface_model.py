@@ -25,7 +25,7 @@ from transformers import (
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.model_files import drop_quantization
-from temper_engine_api.settings_check import check_head_counts, check_num_layers
+from temper_engine_api.settings_check import check_head_counts, check_number_ranges
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.vision_language import has_image_encoder, list_encoder_modules
 from temper_engine_fsdp.model.token_mixers import (
@@ -197,7 +197,10 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
                 f"model.path is {spec.path!r}, which is not a local directory: download the model "
                 "from the Hub first and set its directory."
             )
-        return _load_config(spec.path, allow_code=spec.trust_remote_code)
+        loaded = _load_config(spec.path, allow_code=spec.trust_remote_code)
+        text_config = loaded.get_text_config(decoder=True)
+        check_number_ranges(text_config, source=f"{spec.path}/config.json")
+        return loaded
     fields = spec.to_config_fields()
     name = str(fields.pop("model_type"))
     try:
@@ -211,7 +214,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
             f"model.architecture.model_type is {name!r}, which the installed version of "
             "transformers does not know: use a model type such as qwen2, qwen3 or llama."
         ) from error
-    check_num_layers(config)
+    check_number_ranges(config, source="model.architecture")
     check_head_counts(config, architecture=spec.architecture)
     return config
 

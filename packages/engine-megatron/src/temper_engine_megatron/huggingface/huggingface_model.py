@@ -26,7 +26,7 @@ from transformers import (
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.file_names import FileNames, find_file_names
 from temper_engine_api.model_files import ModelFiles, drop_quantization
-from temper_engine_api.settings_check import check_head_counts, check_num_layers
+from temper_engine_api.settings_check import check_head_counts, check_number_ranges
 from temper_engine_api.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -68,6 +68,8 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
                 "config.json."
             ) from error
         drop_quantization(read_config)
+        text_config = read_config.get_text_config(decoder=True)
+        check_number_ranges(text_config, source=f"{spec.path}/config.json")
         return read_config
     fields = spec.to_config_fields()
     model_type = str(fields.pop("model_type"))
@@ -83,7 +85,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
             f"model.architecture.model_type is {model_type!r}, which this version of transformers "
             "does not know: use a model type such as qwen2, qwen3, qwen3_moe, llama or mistral."
         ) from error
-    check_num_layers(config)
+    check_number_ranges(config, source="model.architecture")
     check_head_counts(config, architecture=spec.architecture)
     return config
 

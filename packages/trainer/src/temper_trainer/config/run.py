@@ -125,7 +125,7 @@ class RunConfig:
     """Write curves.png and report.html after the first step, then at most once a minute, and at the
     end. `temper-train --report RUN_DIR` writes them at any time.
     """
-    num_threads: PositiveInt | None = None
+    num_threads: Annotated[int, Range(at_least=1, at_most=1024)] | None = None
     """CPU threads of torch per process; None is torch's default."""
     progress: bool = True
     """Show progress bars if the output is a terminal."""
