@@ -310,13 +310,13 @@ def _find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
     if not vllm.engine_kwargs and vllm.load_format == VllmConfig().load_format:
         return
     try:
-        found = _describe_environment(python)
+        environment = _describe_environment(python)
     except ConfigError:  # raised again by `check_libraries`, because it concerns this host alone
-        found = None
-    if found is None or "vllm" not in found["packages"]:
+        environment = None
+    if environment is None or "vllm" not in environment["packages"]:
         return
-    owner = f"which vLLM {found['packages']['vllm']} in {python} does not have"
-    arguments, formats = found.get("arguments"), found.get("load_formats")
+    owner = f"which vLLM {environment['packages']['vllm']} in {python} does not have"
+    arguments, formats = environment.get("arguments"), environment.get("load_formats")
     for name in vllm.engine_kwargs if arguments else ():
         if name not in arguments:
             near = difflib.get_close_matches(name, arguments, n=1)

@@ -59,7 +59,8 @@ def find_engine_options() -> dict[str, list[str]]:
     spec = importlib.util.find_spec("vllm")
     if spec is None or spec.origin is None:
         return {}
-    folder, options = Path(spec.origin).parent, {}
+    folder = Path(spec.origin).parent
+    options: dict[str, list[str]] = {}
     for node in _parse(folder / "engine" / "arg_utils.py"):
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs" and not node.bases:
             options["arguments"] = [
