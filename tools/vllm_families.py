@@ -62,7 +62,12 @@ _WIDE: Mapping[str, object] = {
 }
 # vLLM's kernels for CPUs do not take smaller heads.
 _HEADS: Mapping[str, object] = {"head_dim": 32}
-_LATENT_HEADS: Mapping[str, object] = {"qk_nope_head_dim": 24, "qk_rope_head_dim": 8}
+_LATENT_HEADS: Mapping[str, object] = {
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    # vLLM also takes it for the norms of latents, which have 1e-6 in transformers.
+    "rms_norm_eps": 1e-6,
+}
 _LINEAR_HEADS: Mapping[str, object] = {
     "head_dim": 64,
     "linear_key_head_dim": 64,

@@ -117,6 +117,18 @@ def has_tied_head(hf_config: PretrainedConfig) -> bool:
     return head.weight is model.get_input_embeddings().weight
 
 
+def find_padding_token(spec: ModelSpec, hf_config: PretrainedConfig) -> int | None:
+    """Return the token whose embedding gets no gradient as an input; None if all get one.
+
+    Some models, such as Nemotron-H, train the embedding of their padding token.
+    """
+    if hf_config.pad_token_id is None:
+        return None
+    embedding: torch.nn.Module = _build_on_meta(spec, hf_config).get_input_embeddings()
+    token: int | None = embedding.padding_idx
+    return token
+
+
 def _first_sentence(error: Exception) -> str:
     """Return an error's first sentence; the rest addresses callers of transformers."""
     return " ".join(str(error).split()).partition(". ")[0].rstrip(".") + "."

@@ -21,6 +21,7 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_megatron.adapter.adapter_placement import AdapterPlacement, TrainedHead
 from temper_engine_megatron.bridge_compat import BridgeTranslation
 from temper_engine_megatron.config import MegatronConfig
+from temper_engine_megatron.huggingface.huggingface_model import find_padding_token
 from temper_engine_megatron.model.config_overrides import to_megatron_values
 from temper_engine_megatron.model.latent_attention import set_rotary_scale
 from temper_engine_megatron.model.layer_spec import build_block_spec
@@ -142,6 +143,7 @@ def build_chunks(
     # Computed here: Megatron reads only part of the rope settings. It takes the default base for
     # transformers 5 configs, and a fixed original length for every Llama 3.
     frequencies, rotary_scale = compute_rotary_frequencies(hf_config)
+    padding_token = find_padding_token(config.model, hf_config)
     num_chunks = config.virtual_pipeline or 1
     unwrapped = tuple(
         _build_chunk(
@@ -163,7 +165,7 @@ def build_chunks(
                 scale=rotary_scale,
                 is_interleaved=bool(hf_config.to_dict().get("rope_interleave", True)),
             )
-        chunk.padding_token = _padding_token(hf_config)
+        chunk.padding_token = padding_token
         if chunk.post_process and not is_language_model:
             chunk.output_layer = _build_scalar_head(transformer_config, device=membership.device)
         if adapter is not None:
@@ -193,12 +195,6 @@ def build_chunks(
     return ModelChunks(
         unwrapped=unwrapped, wrapped=wrapped, transformer_config=transformer_config, head=head
     )
-
-
-def _padding_token(hf_config: PretrainedConfig) -> int | None:
-    """Return the padding token; a negative one counts from the end, as in torch's `padding_idx`."""
-    token: int | None = hf_config.pad_token_id
-    return token if token is None or token >= 0 else token + int(hf_config.vocab_size)
 
 
 def _build_chunk(

@@ -65,6 +65,17 @@ class RMSNorm(torch.nn.RMSNorm):
         return rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
+class LatentNorm(RMSNorm):
+    """Norm of the latents of attention, whose epsilon is the same for all configs of transformers.
+
+    `rms_norm_eps` sets that of the other norms.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, **_: object) -> None:
+        # Megatron passes the epsilon of the config, too.
+        super().__init__(config, hidden_size, eps=1e-6)
+
+
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence; gathers keys and values across ranks."""
 
@@ -227,7 +238,7 @@ def _build_layer_spec(transformer_config: Any, *, kind: _LayerKind, groups_exper
     attention.core_attention = PackedAttention
     if transformer_config.multi_latent_attention:
         submodules.self_attention.module = LatentAttention
-        attention.q_layernorm = attention.kv_layernorm = RMSNorm
+        attention.q_layernorm = attention.kv_layernorm = LatentNorm
     elif transformer_config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return layer

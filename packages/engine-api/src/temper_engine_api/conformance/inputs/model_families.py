@@ -7,7 +7,7 @@ transformers on them.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from temper_engine_api.conformance.inputs.tiny_models import TinyModel
+from temper_engine_api.conformance.inputs.tiny_models import PADDING, TinyModel
 
 _EXPERTS: Mapping[str, object] = MappingProxyType(
     {
@@ -98,12 +98,16 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "qk_rope_head_dim": 8,
         # Values are narrower than queries and keys, which have 16.
         "v_head_dim": 12,
+        # The norms of latents have another epsilon, which no field sets.
+        "rms_norm_eps": 1e-2,
     },
     "qwen3_next": {**_LINEAR, **_SHARED_EXPERTS},
     "qwen3_5_text": _LINEAR,
     "qwen3_5_moe_text": {**_LINEAR, **_SHARED_EXPERTS},
     "nemotron_h": {
         **_EXPERTS,
+        # Its embedding has a gradient also for this token, unlike those of other families.
+        "pad_token_id": PADDING,
         # Divided into four chunks of a pipeline, each has attention or a Mamba layer to adapt.
         "layers_block_type": [
             *("linear_attention", "moe", "full_attention"),
