@@ -124,9 +124,8 @@ def find_padding_token(spec: ModelSpec, hf_config: PretrainedConfig) -> int | No
     """
     if hf_config.pad_token_id is None:
         return None
-    embedding: torch.nn.Module = _build_on_meta(spec, hf_config).get_input_embeddings()
-    token: int | None = embedding.padding_idx
-    return token
+    embedding: torch.nn.Embedding = _build_on_meta(spec, hf_config).get_input_embeddings()
+    return embedding.padding_idx
 
 
 def _first_sentence(error: Exception) -> str:
