@@ -180,6 +180,16 @@ def test_too_few_verbs_are_reported_with_the_functions_that_lack_one(
     ]
 
 
+def test_docstring_of_a_conformance_test_is_a_sentence(tmp_path: Path, wording: Wording) -> None:
+    rule = "def test_outputs():\n    '''Outputs are float32.'''\n"
+    assert _faults(tmp_path, rule, wording) == []
+    (fault,) = _faults(tmp_path, rule.replace("Outputs", "Whether outputs"), wording)
+    assert fault.endswith(
+        "the test docstring starts with 'Whether': start with a sentence that states the rule, or "
+        "delete it if it adds nothing to the name"
+    )
+
+
 def test_every_exempt_folder_exists_and_would_be_checked(wording: Wording) -> None:
     folders = {
         folder.relative_to(ROOT).as_posix()
