@@ -1,6 +1,7 @@
 """Rollouts of agents: their requests become samples, and each sampled token is trained once."""
 
 import asyncio
+import contextlib
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from temper_engine_api.errors import WeightError
 from temper_trainer.algorithms.adaptive_coefficients import build_kl_controller
 from temper_trainer.batching.samples import to_samples
 from temper_trainer.config.environment import EnvironmentConfig
@@ -30,7 +32,7 @@ from temper_trainer.loops.rollouts.rollout_scheduler import (
 )
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.scripted_sampler import ScriptedSampler, ScriptedServer
-from temper_trainer.types import Prompt, Rollout, SamplingRequest
+from temper_trainer.types import Completion, Prompt, Rollout, SamplingRequest
 
 END = 0
 Run = Callable[[Prompt, SampleFunction], Awaitable[float]]
@@ -151,7 +153,7 @@ def test_request_that_was_cancelled_is_not_trained_and_cancelled_again_in_a_repl
     assert replayed.completions == conversation.completions
 
 
-def test_request_that_is_repeated_after_a_timeout_is_not_drawn_again() -> None:
+def test_request_that_is_repeated_after_a_timeout_gets_the_pending_completion() -> None:
     requests: list[SamplingRequest] = []
 
     def script(request: SamplingRequest) -> list[int]:
@@ -159,20 +161,76 @@ def test_request_that_is_repeated_after_a_timeout_is_not_drawn_again() -> None:
         return [3] * (5 if len(requests) == 1 else 1)
 
     async def run(prompt: Prompt, sample: SampleFunction) -> float:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.01):
-                await sample((5,))
-        await sample((5,))
-        await sample((5,))
+        for _ in range(2):
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await sample((5,))
+        assert len((await sample((5,))).tokens) == 5
+        # Nothing is pending any more.
+        assert len((await sample((5,))).tokens) == 1
         return 0.0
 
     server = ScriptedServer(script, end_token_id=END, token_s=0.05, max_concurrent=4)
     # The repeated request is no further turn.
     (conversation,), metrics = run_agents(run, sampler=server, max_turns=2)
     assert len(conversation.branches) == 1
-    assert metrics["agent/repeated_requests"] == 1.0
-    first, repeated, other = (each.seed for each in requests)
-    assert first == repeated != other
+    assert metrics["agent/repeated_requests"] == 2.0
+    first, other = (each.seed for each in requests)
+    assert first != other
+
+
+def test_each_of_several_equal_requests_that_were_given_up_is_pending() -> None:
+    lengths = iter([5, 6])
+
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await asyncio.gather(sample((5,)), sample((5,)))
+        both = await asyncio.gather(sample((5,)), sample((5,)))
+        assert sorted(len(each.tokens) for each in both) == [5, 6]
+        return 0.0
+
+    server = ScriptedServer(
+        lambda _: [3] * next(lengths), end_token_id=END, token_s=0.02, max_concurrent=4
+    )
+    run_agents(run, sampler=server)
+
+
+def test_completion_that_was_finished_but_not_read_is_given_up_again_in_a_replay(
+    tmp_path: Path,
+) -> None:
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await sample((5,))
+        await asyncio.sleep(0.2)  # it is finished meanwhile
+        await sample((6,))
+        return 0.0
+
+    server = ScriptedServer(lambda _: [3, END], end_token_id=END, token_s=0.02, max_concurrent=4)
+    path = tmp_path / "completions.jsonl"
+    (conversation,), _ = run_agents(run, sampler=server, recorder=CompletionRecorder(path))
+    assert len(conversation.completions) == 1
+    replay = CompletionReplay(path, needs_experts=False)
+    (replayed,), _ = run_agents(run, replay=replay)
+    assert replayed.completions == conversation.completions
+
+
+class DamagedWeights(ScriptedSampler):
+    """A scripted sampler whose weights are damaged."""
+
+    def sample(self, requests: Sequence[SamplingRequest]) -> list[Completion]:
+        raise WeightError("the log-probs are not finite.")
+
+
+def test_error_of_the_sampler_ends_the_run_although_the_agent_catches_it() -> None:
+    async def run(prompt: Prompt, sample: SampleFunction) -> float:
+        with contextlib.suppress(WeightError):
+            await sample((5,))
+        return 0.0
+
+    with pytest.raises(WeightError, match="not finite"):
+        run_agents(run, sampler=DamagedWeights(lambda _: [3], end_token_id=END))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -81,9 +82,33 @@ def use_client(
         requests.append(request)
         return answers[len(requests) - 1]
 
+    (conversation,) = use_clients(
+        use,
+        sampler=sampler or ScriptedSampler(script, end_token_id=END),
+        num_rollouts=1,
+        max_turns=max_turns,
+        max_failure_fraction=max_failure_fraction,
+    )
+    return conversation, requests
+
+
+def use_clients(
+    use: Use,
+    *,
+    sampler: ScriptedSampler,
+    num_rollouts: int,
+    max_turns: int = 8,
+    max_failure_fraction: float = 0.0,
+) -> list[Conversation]:
+    """Run agents that use clients, and return their rollouts."""
+
     async def run(task: AgentTask) -> float:
         async with AsyncOpenAI(
-            base_url=task.base_url, api_key=task.api_key, max_retries=0
+            base_url=task.base_url,
+            api_key=task.api_key,
+            max_retries=0,
+            # To load certificates takes 0.1 s of the event loop for each client.
+            http_client=httpx.AsyncClient(verify=False),
         ) as client:
             await use(client)
         return 0.0
@@ -95,21 +120,27 @@ def use_client(
         address="127.0.0.1",
     )
     prompt = Prompt(prompt_id=0, text="", tokens=(1,), answer="")
-    request = SamplingRequest(
-        request_id=0, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=64), seed=1
-    )
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(1,), sampling=SamplingConfig(max_tokens=64), seed=1 + i
+        )
+        for i in range(num_rollouts)
+    ]
     with RolloutScheduler(
-        sampler or ScriptedSampler(script, end_token_id=END),
+        sampler,
         environment=EnvironmentConfig(
             name="some:Agent",
             max_turns=max_turns,
             max_tokens=500,
+            max_concurrent=num_rollouts,
             max_failure_fraction=max_failure_fraction,
         ),
         make_environment=AgentFactory(lambda: OpenAiAgent(run, gateway=gateway), gateway=gateway),
     ) as scheduler:
-        (conversation,), _ = scheduler.run(scheduler.run_rollouts([request], prompts=[prompt]))
-    return conversation, requests
+        conversations, _ = scheduler.run(
+            scheduler.run_rollouts(requests, prompts=[prompt] * num_rollouts)
+        )
+    return conversations
 
 
 async def ask(client: AsyncOpenAI, *messages: tuple[str, str], **options: Any) -> Any:
@@ -472,3 +503,25 @@ def test_completion_that_the_client_did_not_wait_for_is_not_trained() -> None:
     )
     conversation, _ = use_client(use, sampler=server)
     assert [list(each.tokens) for each in conversation.completions] == [[3]]
+
+
+def test_lengths_are_those_that_were_sampled_although_clients_time_out() -> None:
+    sampled: list[int] = []
+    num_rollouts, token_s, timeout_s = 32, 0.04, 0.6
+
+    def script(request: SamplingRequest) -> list[int]:
+        length = min(1 + int(random.Random(request.seed).lognormvariate(2.5, 0.8)), 64)
+        sampled.append(length)
+        return [3] * length
+
+    async def use(client: AsyncOpenAI) -> None:
+        await ask(client.with_options(timeout=timeout_s, max_retries=9), ("user", "hi"))
+
+    server = ScriptedServer(script, end_token_id=END, token_s=token_s, max_concurrent=99)
+    conversations = use_clients(use, sampler=server, num_rollouts=num_rollouts)
+    # Nothing is sampled anew, and all that is sampled is trained.
+    assert sorted(len(each.tokens) for each in conversations) == sorted(sampled)
+    assert len(sampled) == num_rollouts
+    num_late = sum(length * token_s > timeout_s for length in sampled)
+    repeated = [each.metrics[0]["agent/repeated_requests"] for each in conversations]
+    assert sum(each > 0 for each in repeated) >= num_late >= 8

@@ -157,12 +157,16 @@ class AsyncSampler:
                 self._recorder.add_refusal(request, error)
             raise
         except asyncio.CancelledError:
-            if self._recorder is not None:
-                self._recorder.add_cancellation(request)
+            self.discard(request)
             raise
         if self._recorder is not None:
             self._recorder.add(request, completion)
         return completion
+
+    def discard(self, request: SamplingRequest) -> None:
+        """Record that the caller has not read the completion of a request."""
+        if self._recorder is not None:
+            self._recorder.add_cancellation(request)
 
     async def _sample_to_end(
         self, request: SamplingRequest, *, cohort: Cohort, index: int, trace: RolloutTrace
@@ -212,7 +216,7 @@ class AsyncSampler:
     @property
     def is_streaming(self) -> bool:
         """True if requests of one rollout may be open at the same time."""
-        return self._streaming is not None
+        return self._streaming is not None or self._replay is not None
 
     def join(self, cohort: Cohort) -> None:
         """Record that a rollout that has left its cohort may request completions again."""

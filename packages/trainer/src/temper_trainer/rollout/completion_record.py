@@ -93,7 +93,7 @@ class CompletionRecorder:
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
     def add_cancellation(self, request: SamplingRequest) -> None:
-        """Write that the caller gave a request up before it was finished."""
+        """Write that the caller gave a request up, and has not read its completion."""
         row = {"key": compute_key(request), "cancelled": True}
         self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
@@ -140,14 +140,14 @@ class CompletionReplay:
                     if "batch" in row:
                         self._batches[row["batch"]] = row["groups"]
                     elif "cancelled" in row:
-                        # A run that was stopped also records this, and completes the request when
-                        # it is resumed.
+                        # The last row of a request counts. A run that was stopped also records
+                        # this, and completes the request when it is resumed.
                         self._cancelled.add(row["key"])
                     else:
                         missing = _FIELDS - row.keys()
                         if missing and "refused" not in row:
                             raise ValueError(f"a completion has no {', '.join(sorted(missing))}")
-                        # The last one of equal requests counts: a resumed run has sampled it again.
+                        self._cancelled.discard(row["key"])
                         self._offsets[row["key"]] = offset
                         if "routed_experts" in row:
                             without_experts.discard(row["key"])
@@ -180,8 +180,7 @@ class CompletionReplay:
 
     def is_cancelled(self, request: SamplingRequest) -> bool:
         """Return True if the caller gave the request up in the recorded run."""
-        key = compute_key(request)
-        return key in self._cancelled and key not in self._offsets
+        return compute_key(request) in self._cancelled
 
     def find(self, request: SamplingRequest) -> Completion:
         """Return a request's recorded completion.

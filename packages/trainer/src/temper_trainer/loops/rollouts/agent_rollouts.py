@@ -43,6 +43,8 @@ class AgentCalls:
     """Limits of the rollout."""
     sample_request: Callable[[SamplingRequest], Awaitable[Completion]]
     """Samples a completion."""
+    discard: Callable[[SamplingRequest], None]
+    """Records that the agent has not read the completion of a request."""
     is_concurrent: bool
     """False if the sampler allows one open request per rollout; others then wait."""
     timeout: asyncio.Timeout
@@ -65,10 +67,8 @@ class AgentCalls:
     """Time at which the last request was answered."""
     num_repeated: int = 0
     """Number of requests that repeat one which the agent had given up."""
-    _given_up: dict[tuple[tuple[int, ...], int, tuple[str, ...]], SamplingRequest] = field(
-        default_factory=dict
-    )
-    """Requests that the agent gave up, by their tokens, lengths and stop texts."""
+    _given_up: list[tuple[SamplingRequest, asyncio.Task[Completion]]] = field(default_factory=list)
+    """Requests that the agent gave up, whose completions are still sampled for a repetition."""
     _num_started: int = 0
     _num_open: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -78,21 +78,15 @@ class AgentCalls:
     ) -> Completion:
         """Return a completion; see `SampleFunction`."""
         ids = self._check_tokens(tokens)
-        request = self._make_request(ids, max_tokens=max_tokens, stop=stop)
+        request, task = self._start(self._make_request(ids, max_tokens=max_tokens, stop=stop))
         self._record_work()
         self._num_open += 1
         self._set_deadline(None)
         try:
-            async with nullcontext() if self.is_concurrent else self._lock:
-                completion = await self.sample_request(request)
-        except RefusedRequestError:
-            raise  # the agent may send another request
+            # If it is cancelled, the task goes on.
+            await asyncio.wait([task])
         except asyncio.CancelledError:
-            self._given_up[_make_key(request)] = request
-            raise
-        except Exception as error:
-            self.sampler_error = error
-            self._set_deadline(asyncio.get_running_loop().time())
+            self._given_up.append((request, task))
             raise
         finally:
             self._num_open -= 1
@@ -100,14 +94,59 @@ class AgentCalls:
             is_waiting = not self._num_open and self.sampler_error is None
             if is_waiting and self.timeout_s is not None:
                 self._set_deadline(asyncio.get_running_loop().time() + self.timeout_s)
+        completion = task.result()
         # Not reached if the request was cancelled: the agent has not read such a completion.
         self.finished.append(AgentCall(prompt_tokens=request.prompt_tokens, completion=completion))
         return completion
 
-    def end(self) -> None:
-        """Record that the agent has ended."""
+    async def end(self) -> None:
+        """Record that the agent has ended, and cancel the requests that it has given up."""
         self._record_work()
+        self._set_deadline(None)
         self.is_ended = True
+        for _, task in self._given_up:
+            task.cancel()
+        # Waited for: what the sampler does next must not depend on requests that are cancelled.
+        await asyncio.gather(*(task for _, task in self._given_up), return_exceptions=True)
+        for request, task in self._given_up:
+            if not task.cancelled():
+                self.discard(request)
+
+    def _start(
+        self, request: SamplingRequest
+    ) -> tuple[SamplingRequest, "asyncio.Task[Completion]"]:
+        """Return the task of an equal request that the agent gave up, or start one.
+
+        A client repeats a request after its timeout. Mostly long completions take so long: if they
+        were sampled again, they would be replaced by shorter ones, or never arrive.
+
+        Raises:
+            RolloutLimitError: See `SampleFunction`.
+        """
+        for i, (given_up, _) in enumerate(self._given_up):
+            if given_up == replace(request, seed=given_up.seed):
+                self.num_repeated += 1
+                return self._given_up.pop(i)
+        if self._num_started == self.limits.max_turns:
+            self.is_over_limit = True
+            raise RolloutLimitError(
+                f"this rollout had its {self.limits.max_turns} completions (environment.max_turns)."
+            )
+        call, self._num_started = self._num_started, self._num_started + 1
+        if call > 0:
+            request = replace(request, seed=derive_seed(self.request.seed, "turn", call))
+        return request, asyncio.create_task(self._sample_to_end(request))
+
+    async def _sample_to_end(self, request: SamplingRequest) -> Completion:
+        try:
+            async with nullcontext() if self.is_concurrent else self._lock:
+                return await self.sample_request(request)
+        except RefusedRequestError:
+            raise  # the agent may send another request
+        except Exception as error:
+            self.sampler_error = error
+            self._set_deadline(asyncio.get_running_loop().time())
+            raise
 
     def _record_work(self) -> None:
         """Add the time since the last request to the trace, unless one is open."""
@@ -153,7 +192,7 @@ class AgentCalls:
     def _make_request(
         self, tokens: tuple[int, ...], *, max_tokens: int | None, stop: Sequence[str]
     ) -> SamplingRequest:
-        """Return the request of a completion.
+        """Return the request of a completion, with the seed of the first.
 
         Raises:
             RolloutLimitError: See `SampleFunction`.
@@ -170,26 +209,13 @@ class AgentCalls:
         lengths = [sampling.max_tokens, longest - len(tokens)]
         if max_tokens is not None:
             lengths.append(max_tokens)
-        request = replace(
+        return replace(
             self.request,
             prompt_tokens=tokens,
             sampling=replace(sampling, max_tokens=min(lengths), stop=(*sampling.stop, *stop)),
             # One replica has the beginning of the conversation in its prefix cache.
             session=self.request.seed if self.request.session is None else self.request.session,
         )
-        # A client repeats a request after its timeout. Mostly long completions take so long: with
-        # another seed, they would be replaced by shorter ones.
-        if (repeated := self._given_up.pop(_make_key(request), None)) is not None:
-            self.num_repeated += 1
-            return repeated
-        if self._num_started == self.limits.max_turns:
-            self.is_over_limit = True
-            raise RolloutLimitError(
-                f"this rollout had its {self.limits.max_turns} completions (environment.max_turns)."
-            )
-        call, self._num_started = self._num_started, self._num_started + 1
-        seed = self.request.seed if call == 0 else derive_seed(self.request.seed, "turn", call)
-        return replace(request, seed=seed)
 
     def fill(self, conversation: Conversation, *, outcome: AgentOutcome) -> None:
         """Add the completions and the outcome to a conversation."""
@@ -214,11 +240,6 @@ class AgentCalls:
                 **outcome.metrics,
             }
         ]
-
-
-def _make_key(request: SamplingRequest) -> tuple[tuple[int, ...], int, tuple[str, ...]]:
-    """Return what an agent determines of a request."""
-    return request.prompt_tokens, request.sampling.max_tokens, tuple(request.sampling.stop)
 
 
 def join_calls(calls: Sequence[AgentCall]) -> list[Branch]:

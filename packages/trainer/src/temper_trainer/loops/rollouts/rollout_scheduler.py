@@ -499,6 +499,7 @@ class _Round:
                         sample_request=lambda request: self._sample(
                             request, index=index, trace=conversation.trace
                         ),
+                        discard=self._sampler.discard,
                         trace=conversation.trace,
                         is_concurrent=self._sampler.is_streaming,
                         timeout=timeout,
@@ -511,16 +512,18 @@ class _Round:
                                 self._prompts[index], sample=calls.sample
                             )
                     finally:
-                        calls.end()
+                        await calls.end()
             # The agent is the user's code, which may raise anything. The failure is counted, unless
             # a limit has ended the rollout: it is then scored as it is.
             except Exception as error:
-                if calls.sampler_error is not None:
-                    raise calls.sampler_error from None
-                if timeout.expired():
-                    raise _RolloutFailedError from self._make_timeout_error(index)
-                if not calls.is_over_limit or not calls.finished:
-                    raise _RolloutFailedError from error
+                if calls.sampler_error is None:
+                    if timeout.expired():
+                        raise _RolloutFailedError from self._make_timeout_error(index)
+                    if not calls.is_over_limit or not calls.finished:
+                        raise _RolloutFailedError from error
+        if calls.sampler_error is not None:
+            # An agent may have caught it.
+            raise calls.sampler_error
         if not calls.finished:
             prompt = self._prompts[index]
             raise _RolloutFailedError from IdleAgentError(
