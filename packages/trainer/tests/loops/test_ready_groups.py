@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,7 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
 from packages.trainer.tests.loops.test_batch_pipeline import (
     MEDIAN_TOKENS,
     SIGMA,
@@ -25,15 +28,25 @@ from packages.trainer.tests.loops.test_batch_pipeline import (
     make_requests,
     script,
 )
+from temper_trainer.config.reward import RewardConfig
+from temper_trainer.config_loading import load
+from temper_trainer.data.text_decoder import TextDecoder
 from temper_trainer.loops.rollouts.batch_pipeline import AdmissionRule, Credits
 from temper_trainer.loops.rollouts.group_pipeline import GroupPipeline, GroupSink
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.ready_groups import ReadyGroups
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
+from temper_trainer.loops.rollouts.sampled_groups import (
+    NumberedPrompt,
+    SampledGroup,
+    sample_groups,
+)
+from temper_trainer.loops.run.run_components import RunComponents
+from temper_trainer.reward.scoring import Scorer
 from temper_trainer.rollout import async_sampler
 from temper_trainer.rollout.completion_record import CompletionRecorder, CompletionReplay
 from temper_trainer.rollout.scripted_sampler import ScriptedServer
-from temper_trainer.types import Completion, FinishReason, SamplingRequest
+from temper_trainer.types import Completion, FinishReason, Prompt, SamplingRequest
 
 NUM_STEPS = 30
 
@@ -401,3 +414,72 @@ def test_error_of_a_request_ends_the_step_that_waits_for_its_groups(
         )
         with pytest.raises((OSError, RuntimeError), match=message):
             pipeline.take(1)
+
+
+class SummingModel:
+    """A reward model that returns the sum of the tokens and records its batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Sequence[int]]] = []
+
+    def score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
+        self.batches.append(list(rows))
+        return [float(sum(row)) for row in rows]
+
+
+class ListingSink:
+    """Lists groups in the order in which they become ready."""
+
+    def __init__(self) -> None:
+        self.ready: list[int] = []
+
+    def start(self, group: int) -> None:
+        """Every group starts at once."""
+
+    def add(self, group: int, value: SampledGroup) -> None:
+        self.ready.append(group)
+
+
+@pytest.mark.parametrize(
+    ("loop", "num_rows", "ready"), [("async", [2, 2, 2], [2, 1, 0]), ("sync", [6], [0, 1, 2])]
+)
+def test_reward_model_scores_a_group_when_its_rollouts_have_ended(
+    loop: str, num_rows: list[int], ready: list[int]
+) -> None:
+    config = load(["experiment=quickstart", f"loop={loop}", "algorithm.group_size=2"]).config
+    tokenizer = make_tokenizer()
+    prompts = [
+        NumberedPrompt(
+            prompt=Prompt(prompt_id=i, text="", tokens=(i + 1,), answer=""),
+            step=1,
+            index=i,
+            position=i,
+        )
+        for i in range(3)
+    ]
+    # Group 0 takes longest.
+    server = ScriptedServer(
+        lambda request: [1] * (4 - request.prompt_tokens[0]),
+        end_token_id=0,
+        token_s=0.1,
+        max_concurrent=6,
+    )
+    model, sink = SummingModel(), ListingSink()
+    with (
+        RolloutScheduler(server) as scheduler,
+        Scorer(RewardConfig(function="reward_model"), model=model) as scorer,
+    ):
+        components = SimpleNamespace(
+            config=config,
+            scheduler=scheduler,
+            scorer=scorer,
+            text_decoder=TextDecoder(tokenizer),
+            publisher=SimpleNamespace(version=0),
+        )
+        sampling = sample_groups(
+            cast("RunComponents", components), prompts, priority=1, off_policy_seed=0, sink=sink
+        )
+        groups = scheduler.run(sampling)
+    assert [len(rows) for rows in model.batches] == num_rows
+    assert sink.ready == ready
+    assert [each.rollouts[1].reward for each in groups] == [4.0, 4.0, 4.0]

@@ -118,12 +118,20 @@ class Scorer:
             part.close()
         self._parts = {}
 
-    def open_round(self, prompts: Sequence[Prompt], *, priority: int = 0) -> ScoringRound:
+    def open_round(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        priority: int = 0,
+        cohorts: Sequence[int] | None = None,
+    ) -> ScoringRound:
         """Return what scores the completions of rollouts that are requested together.
 
         Args:
             prompts: One prompt per rollout.
             priority: Completions of rounds with a smaller number are scored first.
+            cohorts: One number per rollout. The reward model scores those with the same number in
+                one pass; None is one pass for all.
         """
         assert self._parts, "a Scorer can only score inside its `with` block"
         return ScoringRound(
@@ -133,6 +141,7 @@ class Scorer:
             parts=self._parts,
             name=self._description,
             priority=priority,
+            cohorts=cohorts,
         )
 
     def measure(self, items: Sequence[ScoredItem]) -> dict[str, float]:

@@ -56,10 +56,10 @@ class ScoredItem:
 
 @dataclass(slots=True)
 class ModelCohort:
-    """Completions of a round that the reward model scores in one pass.
+    """Completions that the reward model scores in one pass.
 
-    The pass starts when every open rollout of the round waits for its score. Then its batch depends
-    only on the rollouts, and so does score rounding.
+    The pass starts when every open rollout of the cohort waits for its score. Then its batch
+    depends only on the rollouts, and so does score rounding.
     """
 
     num_open: int
@@ -153,6 +153,7 @@ class ScoringRound:
         parts: Mapping[str, PartScoring | ModelScoring],
         name: str,
         priority: int,
+        cohorts: Sequence[int] | None = None,
     ) -> None:
         """Score nothing yet.
 
@@ -163,6 +164,8 @@ class ScoringRound:
             parts: What scores each part of the rewards, by name.
             name: Name of the reward in messages.
             priority: Completions of rounds with a smaller number are scored first.
+            cohorts: One number per rollout. The reward model scores those with the same number in
+                one pass; None is one pass for all.
         """
         self._config = config
         self._prompts = prompts
@@ -178,9 +181,13 @@ class ScoringRound:
             )
             for part in parts
         }
-        self._cohort = ModelCohort(
-            num_open=sum(REWARD_MODEL in each.weights for each in self._rewards)
+        self._cohort_numbers = cohorts or [0] * len(prompts)
+        num_open = Counter(
+            number
+            for number, reward in zip(self._cohort_numbers, self._rewards, strict=True)
+            if REWARD_MODEL in reward.weights
         )
+        self._cohorts = {number: ModelCohort(count) for number, count in num_open.items()}
         self.failures: Counter[FailureKind] = Counter()
         """Failed completions by the kind of their first failure."""
         self._first_failure: Outcome | None = None
@@ -215,18 +222,22 @@ class ScoringRound:
     def leave(self, index: int) -> None:
         """Record that a rollout ended without a completion to score."""
         if REWARD_MODEL in self._rewards[index].weights:
-            self._cohort.num_open -= 1
-            model = self._parts[REWARD_MODEL]
+            cohort, model = self._find_cohort(index), self._parts[REWARD_MODEL]
             assert isinstance(model, ModelScoring)
-            model.start_if_complete(self._cohort, priority=(self._priority, index))
+            cohort.num_open -= 1
+            model.start_if_complete(cohort, priority=(self._priority, index))
 
     async def _score_part(
         self, name: str, item: Item, *, index: int, tokens: Sequence[int]
     ) -> Outcome:
         part, priority = self._parts[name], (self._priority, index)
         if isinstance(part, ModelScoring):
-            return await part.score(item, tokens=tokens, cohort=self._cohort, priority=priority)
+            cohort = self._find_cohort(index)
+            return await part.score(item, tokens=tokens, cohort=cohort, priority=priority)
         return await part.score(item, calls=self._calls[name], priority=priority)
+
+    def _find_cohort(self, index: int) -> ModelCohort:
+        return self._cohorts[self._cohort_numbers[index]]
 
     def _count(self, outcome: Outcome) -> None:
         """Count a scored completion, and raise if too many have failed."""

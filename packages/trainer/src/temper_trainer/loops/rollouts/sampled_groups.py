@@ -90,7 +90,8 @@ async def sample_groups(
     )
     requested_at = time.perf_counter()
     num_sampled = num_groups * group_size
-    num_missing = Counter(_find_group(i, num_sampled, group_size) for i in range(len(requests)))
+    group_numbers = [_find_group(i, num_sampled, group_size) for i in range(len(requests))]
+    num_missing = Counter(group_numbers)
     scored: dict[int, ScoredRollout] = {}
 
     def make_group(group: int) -> SampledGroup:
@@ -104,11 +105,11 @@ async def sample_groups(
 
     def on_start(index: int) -> None:
         if sink is not None:
-            sink.start(prompts[_find_group(index, num_sampled, group_size)].position)
+            sink.start(prompts[group_numbers[index]].position)
 
     def on_scored(index: int, rollout: ScoredRollout) -> None:
         scored[index] = rollout
-        group = _find_group(index, num_sampled, group_size)
+        group = group_numbers[index]
         num_missing[group] -= 1
         if sink is not None and num_missing[group] == 0:
             sink.add(prompts[group].position, make_group(group))
@@ -127,6 +128,9 @@ async def sample_groups(
         priority=priority,
         on_start=on_start,
         on_scored=on_scored,
+        # A group whose rollouts are scored must not wait for others. With the other loops it would
+        # be trained together with them anyway, and one pass is faster.
+        cohorts=group_numbers if config.loop == "async" else None,
     )
     return [make_group(group) for group in range(num_groups)]
 

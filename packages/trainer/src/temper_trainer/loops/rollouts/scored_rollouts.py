@@ -51,6 +51,7 @@ async def run_scored_rollouts(
     priority: int = 0,
     on_start: Callable[[int], None] | None = None,
     on_scored: Callable[[int, ScoredRollout], None] | None = None,
+    cohorts: Sequence[int] | None = None,
 ) -> list[ScoredRollout]:
     """Complete the rollout of each request, and score it when it ends.
 
@@ -62,9 +63,10 @@ async def run_scored_rollouts(
         priority: Rollouts with a smaller number continue first.
         on_start: Called with the index of a request that reaches the sampler.
         on_scored: Called with each rollout and the index of its request.
+        cohorts: Rollouts that a reward model scores in one pass; see `Scorer.open_round`.
     """
     given = given or {}
-    scoring = components.scorer.open_round(prompts, priority=priority)
+    scoring = components.scorer.open_round(prompts, priority=priority, cohorts=cohorts)
     scored: dict[int, ScoredRollout] = {}
 
     async def finish(index: int, conversation: Conversation) -> None:
