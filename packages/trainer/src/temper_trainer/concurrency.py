@@ -33,7 +33,7 @@ class PriorityLimit:
     @asynccontextmanager
     async def acquire(self, priority: tuple[int, int]) -> AsyncIterator[None]:
         """Run the body when it is its turn."""
-        if self._has_free and not self._waiting:
+        if self.is_free:
             self._num_active += 1
         else:
             await self._wait(priority)
@@ -46,6 +46,11 @@ class PriorityLimit:
         """Allow another number of bodies from now on; those that run are not stopped."""
         self._max_concurrent = max_concurrent
         self._admit()
+
+    @property
+    def is_free(self) -> bool:
+        """True if a body would run at once."""
+        return self._has_free and not self._waiting
 
     @property
     def _has_free(self) -> bool:

@@ -628,6 +628,57 @@ def test_constructors_run_at_the_same_time_up_to_the_limit() -> None:
     assert most == 2
 
 
+class CountedEnvironment(AsynchronousTool):
+    """An environment of two turns that counts how many of its kind are open."""
+
+    num_open = most_open = num_failures_left = 0
+    lock = threading.Lock()
+
+    def __init__(self) -> None:
+        super().__init__(self._answer, [])
+        with self.lock:
+            CountedEnvironment.num_open += 1
+            CountedEnvironment.most_open = max(self.most_open, self.num_open)
+
+    async def _answer(self, _: Prompt) -> None:
+        await asyncio.sleep(0.01)
+        if self.num_failures_left:
+            CountedEnvironment.num_failures_left -= 1
+            raise OSError("the container has stopped")
+
+    async def close(self) -> None:
+        await asyncio.sleep(0.01)
+        with self.lock:
+            CountedEnvironment.num_open -= 1
+
+
+@pytest.mark.parametrize("make_sampler", [ScriptedSampler, StreamingScriptedSampler])
+@pytest.mark.parametrize(("max_open", "expected"), [(3, 3), (None, 12)])
+def test_number_of_open_environments_is_limited(
+    make_sampler: type[ScriptedSampler], max_open: int | None, expected: int
+) -> None:
+    CountedEnvironment.num_open = CountedEnvironment.most_open = 0
+    # A rollout that starts again waits for the limit again.
+    CountedEnvironment.num_failures_left = 4
+    requests = [
+        SamplingRequest(
+            request_id=i, prompt_tokens=(2,), sampling=SamplingConfig(max_tokens=9), seed=i
+        )
+        for i in range(12)
+    ]
+    prompts = [Prompt(prompt_id=i, text="", tokens=(2,), answer="") for i in range(12)]
+    with RolloutScheduler(
+        make_sampler(count_down, end_token_id=0),
+        environment=replace(CONFIG, max_turns=2, max_retries=4, max_open=max_open),
+        make_environment=partial(CountedEnvironment),
+    ) as scheduler:
+        conversations, _ = scheduler.run(scheduler.run_rollouts(requests, prompts=prompts))
+    assert [len(each.completions) for each in conversations] == [2] * 12
+    assert sum(each.num_retries for each in conversations) == 4
+    assert CountedEnvironment.num_open == 0
+    assert CountedEnvironment.most_open == expected
+
+
 def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:
     async def step(_: Prompt) -> None:
         return

@@ -62,6 +62,10 @@ class EnvironmentConfig:
     those that are constructed at the same time. For agents, the maximum number that run at the same
     time, those that wait for the sampler included.
     """
+    max_open: PositiveInt | None = None
+    """Maximum number of environments that are open at the same time, from the constructor to
+    ``close``, for those that hold a container or a session; None is no limit. Others wait.
+    """
     step_timeout_s: PositiveFloat | None = None
     """Maximum time in seconds of an environment's answer, or of an agent between its requests,
     after which the rollout has failed; None waits without limit.

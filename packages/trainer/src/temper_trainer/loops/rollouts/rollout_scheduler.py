@@ -13,9 +13,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -85,6 +93,8 @@ class EnvironmentPool:
 
     config: EnvironmentConfig
     make: EnvironmentFactory
+    open_limit: PriorityLimit
+    """Limit of environments that are open."""
     limit: PriorityLimit
     """Limit of calls, and of agents that run."""
     constructor_limit: PriorityLimit
@@ -97,6 +107,7 @@ class EnvironmentPool:
         return cls(
             config=config,
             make=make,
+            open_limit=PriorityLimit(config.max_open),
             limit=PriorityLimit(config.max_concurrent),
             constructor_limit=PriorityLimit(config.max_concurrent),
         )
@@ -381,9 +392,10 @@ class _Round:
                     request=self._requests[index], num_retries=num_retries, trace=trace
                 )
                 try:
-                    await self._run_environment(
-                        pool.make, conversation=conversation, index=index, limits=limits
-                    )
+                    async with self._admit(pool.open_limit, index=index):
+                        await self._run_environment(
+                            pool.make, conversation=conversation, index=index, limits=limits
+                        )
                 except _RolloutFailedError as failed:
                     cause = failed.__cause__
                     assert cause is not None
@@ -398,6 +410,20 @@ class _Round:
                     return conversation
         finally:
             self._sampler.leave(self._cohort)
+
+    @asynccontextmanager
+    async def _admit(self, limit: PriorityLimit, *, index: int) -> AsyncIterator[None]:
+        """Run the body when the limit admits the rollout, whose requests no one awaits until then.
+
+        Otherwise those that are admitted would wait for it to request a completion.
+        """
+        is_waiting = not limit.is_free
+        if is_waiting:
+            self._sampler.leave(self._cohort)
+        async with limit.acquire((self._cohort.priority, index)):
+            if is_waiting:
+                self._sampler.join(self._cohort)
+            yield
 
     async def _run_single_turn(self, index: int, *, trace: RolloutTrace) -> Conversation:
         request = self._requests[index]
@@ -486,10 +512,7 @@ class _Round:
         """
         pool = self._get_pool(index)
         timeout_s = pool.config.step_timeout_s
-        # While this agent waits for the limit, the running agents must not wait for its request.
-        self._sampler.leave(self._cohort)
-        async with pool.limit.acquire((self._cohort.priority, index)):
-            self._sampler.join(self._cohort)
+        async with self._admit(pool.limit, index=index):
             outcome = AgentOutcome()
             try:
                 async with asyncio.timeout(timeout_s) as timeout:
