@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.conformance.inputs.tiny_models import quantize_as_published, write_model
 from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.specs import ModelSpec, PrecisionSpec
@@ -61,6 +62,20 @@ def test_biases_of_routers_are_exported_without_rounding(start):
     assert exported[BIAS].dtype == torch.float32
     assert torch.equal(exported[BIAS], weights[BIAS])
     assert {t.dtype for name, t in exported.items() if name != BIAS} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_model_with_dense_layers_only_is_trained_without_router_metrics(start, batch, family):
+    # For example DeepSeek-V3, of which the first three layers are dense, with two layers.
+    tiny = FAMILIES[family]
+    fields = {**tiny.settings, **tiny.architecture, "num_hidden_layers": 2}
+    engine = start(model=ModelSpec(architecture={**fields, "first_k_dense_replace": 3}))
+    engine.set_loss_fn(SftProbe())
+    packed = engine.shard_data(batch, max_tokens=64)
+    with engine.train_mode():
+        metrics = engine.forward_backward_batch(packed, forward_only=False).metrics
+    assert engine.optimizer_step() > 0
+    assert not any(name.startswith("router/") for name in metrics)
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,12 @@ def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
     provider.tokenwise_layers = _find_layers(kinds, "mlp", "moe")
     # Megatron's own narrow experts need TransformerEngine.
     provider.expert_width, provider.moe_latent_size = fields.get("moe_latent_size"), None
+    if provider.num_moe_experts and not find_sparse_layers(provider):
+        # Such configs have fields of experts, too, and Megatron refuses some of them.
+        provider.num_moe_experts = provider.moe_ffn_hidden_size = None
+        provider.moe_router_num_groups = provider.moe_router_group_topk = None
+        provider.moe_shared_expert_intermediate_size = None
+        provider.moe_router_enable_expert_bias = provider.moe_permute_fusion = False
     if provider.multi_latent_attention:
         # The bridge keeps Megatron's default where the model has none.
         provider.q_lora_rank = hf_config.q_lora_rank

@@ -49,13 +49,7 @@ class NemotronHBridge(MegatronModelBridge):
         provider.activation_func = squared_relu
         # The attention of transformers has no biases, whatever its config says.
         provider.add_qkv_bias = False
-        kinds = config.layers_block_type
-        provider.moe_layer_freq = [int(kind == "moe") for kind in kinds]
-        if "moe" not in kinds:
-            # Configs without experts have these fields too, and Megatron then refuses them.
-            provider.num_moe_experts = provider.moe_ffn_hidden_size = None
-            provider.moe_router_num_groups = provider.moe_router_group_topk = None
-            return provider
+        provider.moe_layer_freq = [int(kind == "moe") for kind in config.layers_block_type]
         provider.moe_shared_expert_intermediate_size = config.moe_shared_expert_intermediate_size
         provider.moe_router_enable_expert_bias = True
         return provider
