@@ -1,10 +1,7 @@
 """Table and plot of evaluations, from the names of logged metrics."""
 
-from temper_trainer.metrics.evaluation_report import (
-    draw_evaluations,
-    list_evaluations,
-    tabulate_evaluations,
-)
+from temper_trainer.metrics.evaluation_plots import draw_evaluations
+from temper_trainer.metrics.evaluation_report import list_evaluations, tabulate_evaluations
 from temper_trainer.metrics.run_files import Row
 
 VALUES = {

@@ -17,11 +17,8 @@ from html import escape
 from pathlib import Path
 
 from temper_trainer.metrics.curves import draw_curves
-from temper_trainer.metrics.evaluation_report import (
-    draw_evaluations,
-    list_evaluations,
-    tabulate_evaluations,
-)
+from temper_trainer.metrics.evaluation_plots import draw_evaluations
+from temper_trainer.metrics.evaluation_report import list_evaluations, tabulate_evaluations
 from temper_trainer.metrics.headline import describe_result, format_duration, format_reward
 from temper_trainer.metrics.report_views import VIEW_STYLE, draw_rollouts, draw_timeline
 from temper_trainer.metrics.run_files import (

@@ -16,7 +16,6 @@ from rich.text import Text
 
 from temper_trainer.config.run import LOOPBACK
 from temper_trainer.metrics.prometheus import PrometheusTracker
-from temper_trainer.metrics.report import write_report
 from temper_trainer.metrics.rollout_records import (
     NUM_ROLLOUTS,
     ROLLOUTS_FILE,
@@ -280,6 +279,9 @@ class RunLog(AbstractContextManager["RunLog"]):
         """Draw `curves.png` and write `report.html`, unless turned off; see `write_report`."""
         if not self._writes_report:
             return None
+        # Imported here, because it imports matplotlib, which a run without a report does not need.
+        from temper_trainer.metrics.report import write_report
+
         with self._report_lock:
             return write_report(self._directory)
 
