@@ -94,6 +94,9 @@ LINTERS = (
 
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 
+TESTED_WITH = {"legacy-shim": ("temper-trainer[report]",)}
+"""Packages with extras that the tests of a package need, and that none of its extras requires."""
+
 IMPORT_ALL_MODULES = """
 import importlib, pkgutil, sys
 package, *needs_extra = sys.argv[1:]
@@ -643,7 +646,10 @@ def _test_wheel(session: nox.Session, package: str) -> None:
         )
     if package not in PLACEHOLDERS:
         with_extras = f"temper-{package}{EXTRAS.get(package, '')}"
-        session.install("-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *TEST_TOOLS)
+        others = TESTED_WITH.get(package, ())
+        session.install(
+            "-c", CONSTRAINTS, "--find-links", str(WHEELS), with_extras, *others, *TEST_TOOLS
+        )
         _install_bridge(session, package)
         _test_installed(session, package)
 

@@ -26,7 +26,7 @@ EXTRAS = {
     "engine-api": "[conformance]",
     "engine-fsdp": "[lora]",
     "legacy-shim": "[checkpoint,workers,workers-megatron]",
-    "trainer": "[fsdp,lora,megatron,ray,math,datasets,prometheus,judge,agent]",
+    "trainer": "[fsdp,lora,megatron,ray,report,math,datasets,prometheus,judge,agent]",
 }
 
 TOOLS = (

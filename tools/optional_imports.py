@@ -49,6 +49,10 @@ NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
         "temper_trainer.environment.verifiers_tasks",
         "temper_trainer.reward.judge_scoring",
         *(
+            f"temper_trainer.metrics.{module}"
+            for module in ("curves", "evaluation_plots", "report")
+        ),
+        *(
             f"temper_trainer.rollout.vllm.{module}"
             for module in ("expert_capture", "vllm_engine", "weight_transfer")
         ),

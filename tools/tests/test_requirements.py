@@ -81,6 +81,31 @@ def test_each_python_version_has_its_own_lower_bound(tmp_path: Path) -> None:
     ]
 
 
+def _list_required(package: str, *extras: str) -> set[str]:
+    """Return all packages that a package of this repository requires, also through others here."""
+    path = ROOT / "packages" / package
+    project = tomllib.loads((path / "pyproject.toml").read_text())["project"]
+    chosen = [line for extra in extras for line in project["optional-dependencies"][extra]]
+    names = set[str]()
+    for requirement in map(Requirement, [*project["dependencies"], *chosen]):
+        names.add(requirement.name)
+        if requirement.name.startswith("temper-"):
+            names |= _list_required(requirement.name.removeprefix("temper-"), *requirement.extras)
+    return names
+
+
+@pytest.mark.parametrize("extra", ["workers", "workers-megatron"])
+def test_old_workers_require_no_plotting_library(extra: str) -> None:
+    required = _list_required("legacy-shim", extra)
+    assert "temper-trainer" in required
+    assert {"matplotlib", "tensorboard"} & required == set()
+
+
+@pytest.mark.parametrize("extra", ["fsdp", "lora", "megatron"])
+def test_each_engine_of_the_trainer_brings_the_libraries_of_a_first_run(extra: str) -> None:
+    assert {"matplotlib", "tensorboard"} <= _list_required("trainer", extra)
+
+
 def test_every_package_is_paired_with_the_siblings_it_requires() -> None:
     actual = list_sibling_pairs(PACKAGES)
     assert {

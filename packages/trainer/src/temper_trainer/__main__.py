@@ -25,7 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from temper_engine_api.errors import ConfigError, TemperError
+from temper_engine_api.errors import ConfigError, TemperError, format_install
 from temper_trainer.config.run_folder_checks import contains_run
 from temper_trainer.config_loading import LoadedConfig, format_config, load, write_resolved
 from temper_trainer.config_loading.composition import DEFAULT_CONFIG_NAME
@@ -386,7 +386,13 @@ def _describe_end(directory: Path, *, seconds: float, has_report: bool) -> str:
 
 
 def _report(directory: Path) -> int:
-    from temper_trainer.metrics.report import write_report  # slow: imports matplotlib
+    try:
+        from temper_trainer.metrics.report import write_report  # slow: imports matplotlib
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"--report needs {error.name}, which is not installed: run "
+            f"{format_install('temper-trainer[report]')}."
+        ) from error
 
     path = write_report(directory)
     if path is None:

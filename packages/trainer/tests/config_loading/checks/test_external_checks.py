@@ -598,18 +598,27 @@ def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
     there: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    plain = "run.report=false run.trackers=[jsonl]"
     for setting, sentence in {
-        "runtime.kind=ray": (
+        f"{plain} runtime.kind=ray": (
             "runtime.kind is ray, but ray is not installed: run "
             f"{format_install('temper-trainer[ray]')}, or set runtime.kind=inline."
         ),
-        "rollout=vllm": (
+        f"{plain} rollout=vllm": (
             "rollout.sampler is vllm, but vLLM is not installed here: run "
             f"{format_install('temper-trainer[vllm]')}, or set"
         ),
-        "actor.engine.lora.rank=4 actor.engine.lora.alpha=8": (
+        f"{plain} actor.engine.lora.rank=4 actor.engine.lora.alpha=8": (
             "actor.engine.lora is on, but peft is not installed: run "
             f"{format_install('temper-engine-fsdp[lora]')}."
+        ),
+        "": (
+            "run.report is on, but matplotlib is not installed: run "
+            f"{format_install('temper-trainer[report]')}, or set run.report=false."
+        ),
+        "run.report=false": (
+            "run.trackers has tensorboard, but tensorboard is not installed: run "
+            f"{format_install('temper-trainer[report]')}, or remove it from run.trackers."
         ),
     }.items():
         config = load([*there, *setting.split()]).config
@@ -617,6 +626,13 @@ def test_missing_extra_is_refused_before_the_run_but_not_by_a_check(
         with pytest.raises(ConfigError) as caught:
             check_libraries(config)
         assert str(caught.value).startswith(sentence)
+
+
+def test_run_without_plots_needs_no_library_for_them(
+    there: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    check_libraries(load([*there, "run.report=false", "run.trackers=[jsonl]"]).config)
 
 
 def test_vllm_is_looked_for_here_if_ray_starts_its_cluster_here(there: list[str]) -> None:

@@ -184,9 +184,9 @@ def check_libraries(config: TrainerConfig) -> None:
     """Raise if this host lacks a library, CPUs or a secret; a run would notice that later.
 
     Raises:
-        ConfigError: If Ray, peft, datasets or vLLM is not installed, the vLLM version does not
-            work, Ray would start here with fewer CPUs than the workers need, or the secret of
-            rollout servers is not set or too short.
+        ConfigError: If Ray, peft, datasets, vLLM, matplotlib or tensorboard is needed and not
+            installed, the vLLM version does not work, Ray would start here with fewer CPUs than the
+            workers need, or the secret of rollout servers is not set or too short.
     """
     if config.generates_completions and config.rollout.vllm.has_remote_servers:
         read_token()
@@ -205,6 +205,11 @@ def check_libraries(config: TrainerConfig) -> None:
             if role.engine.lora.is_enabled and config.model_engine in ENGINES_WITH_PEFT
         ]
     )
+    plots = "temper-trainer[report]"
+    if config.run.report:
+        needs.append(("run.report is on", "matplotlib", plots, "set run.report=false"))
+    if (name := "tensorboard") in config.run.trackers:
+        needs.append((f"run.trackers has {name}", name, plots, "remove it from run.trackers"))
     for cause, module, package, remedy in needs:
         for problem in _find_missing(module, cause=cause, package=package, remedy=remedy):
             raise ConfigError(problem)
