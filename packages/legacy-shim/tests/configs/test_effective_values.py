@@ -43,6 +43,17 @@ def correction(translation: Translation) -> dict[str, Plain]:
     }
 
 
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0", *NEWEST])
+def test_asynchronous_run_samples_as_many_completions_as_the_samplers_block_says(
+    version: str,
+) -> None:
+    # detach_utils.py repeats a prompt actor_rollout_ref.rollout.n times. The configuration of the
+    # program also has rollout.n, 4 by default, which nothing reads.
+    run = asynchronous(version, "actor_rollout_ref.rollout.n=16", "rollout.n=8")
+    assert effective(run, "algorithm.group_size") == 16
+    assert run.tokens[-1].disposition == "ignored"
+
+
 @pytest.mark.parametrize("version", NEWEST)
 def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: str) -> None:
     # fully_async_ppo_trainer.yaml ends with bypass_mode: True.

@@ -196,9 +196,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     rank = int(number(old(f"{adapter}rank") or 0))
     warmup = old(f"{A}.optim.lr_warmup_steps")
     result = {
-        "algorithm.group_size": old("rollout.n")
-        if is_async(row) and old("rollout.n")
-        else old("actor_rollout_ref.rollout.n"),
+        "algorithm.group_size": old("actor_rollout_ref.rollout.n"),
         DENOMINATOR: denominator,
         "run.eval_every": evaluation_frequency(old, row),
         "algorithm.advantage.name": ADVANTAGES.get(

@@ -981,6 +981,8 @@ NAMED = (
     "ts bash ${SCRIPT:-train.sh}",
     "ts bash train$SIZE.sh",
     "exit 0\nbash train.sh",
+    'if [ "$1" = all ]; then for f in {eval,train}.sh; do bash $f; done; fi',
+    'ssh node1 "bash t{rain,est}.sh"',
 )
 
 
@@ -992,6 +994,18 @@ def test_script_that_is_named_in_any_way_is_a_question(tmp_path: Path, text: str
     assert "train.sh" in persons(migration)[0]
     (tmp_path / "train.sh").write_text("python3 -V\n")
     assert not persons(migrate_script(f"{text}\n", folder=tmp_path))
+
+
+def test_numbered_scripts_that_braces_name_are_questions(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        (tmp_path / f"run{number}.sh").write_text(f"python3 -m verl.trainer.main_ppo {RUN}\n")
+    text = 'if [ "$1" = all ]; then sbatch --wrap "bash run{1..2}.sh"; fi\n'
+    migration = migrate_script(text, folder=tmp_path)
+    assert [line.partition(" is named")[0] for line in persons(migration)] == [
+        "line 1: run1.sh",
+        "line 1: run2.sh",
+    ]
+    assert migration.not_read == ()
 
 
 UNKNOWN_CALLS = (

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from temper_legacy_shim.bash.execution.external_commands import WRAPPERS
 from temper_legacy_shim.bash.syntax.syntax_tree import (
+    Literal,
     Parameter,
     Pipeline,
     Simple,
+    Span,
     Word,
     children,
 )
+from temper_legacy_shim.bash.values.expansion import expand
+from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.script_reading import (
     ScriptReading,
     find_folders,
@@ -50,7 +54,8 @@ def find_named_files(reading: ScriptReading, folder: Path) -> Iterator[tuple[int
     for word, _ in _words(reading):
         if any(span.start <= word.span.start < span.end for span in known):
             continue
-        for name in filter(None, _BETWEEN.split(_plain(word.source))):
+        tokens = (each for token in _plain(word.source).split() for each in _expand_braces(token))
+        for name in (name for token in tokens for name in _BETWEEN.split(token) if name):
             if name in seen:
                 continue
             seen.add(name)
@@ -76,11 +81,12 @@ def find_unknown_calls(reading: ScriptReading, folder: Path) -> Iterator[tuple[i
                 continue
         elif not re.search(r"\s", text):
             continue
-        for call in _CALL.finditer(_plain(text)):
-            last = call[1].rpartition("/")[2]
+        calls = (each for call in _CALL.finditer(_plain(text)) for each in _expand_braces(call[1]))
+        for called in calls:
+            last = called.rpartition("/")[2]
             is_open = re.search(r"[$*]", last) is not None
-            is_file = _SUFFIX.fullmatch(last) and not _ENVIRONMENT.search(call[1])
-            if is_open or (is_file and find_script(call[1], folder, reading.folders) is None):
+            is_file = _SUFFIX.fullmatch(last) and not _ENVIRONMENT.search(called)
+            if is_open or (is_file and find_script(called, folder, reading.folders) is None):
                 yield start, textwrap.shorten(text, 60, placeholder=" ...")
 
 
@@ -89,6 +95,15 @@ def _plain(source: str) -> str:
     # A backslash may begin \n in a text, or escape a quote.
     text = _COMMENT.sub("", source).replace("\\", " ")
     return _EXPANSION.sub("$", re.sub(r"[\"']", "", text))
+
+
+def _expand_braces(token: str) -> list[str]:
+    """Return the words that the braces of a token stand for; the token if they are too many."""
+    word = Word((Literal(token, is_quoted=False),), token, Span(0, len(token)))
+    try:
+        return [each.literal() or "" for each in expand(word)]
+    except ScriptError:
+        return [token]
 
 
 def _files(name: str, folders: list[Path]) -> Iterator[Path]:

@@ -108,7 +108,7 @@ def _advantage(draft: Draft) -> str:
         "algorithm.group_size",
         n,
         rule="group-size",
-        old=["actor_rollout_ref.rollout.n", "rollout.n"],
+        old=["actor_rollout_ref.rollout.n"],
         verbatim=True,
     )
     if not norm:

@@ -25,9 +25,8 @@ def needs_critic(draft: Draft) -> bool:
 
 
 def completions_per_prompt(draft: Draft) -> int:
-    """Return rollout.n; a fully asynchronous run can set it in another block."""
-    own = draft.integer("rollout.n") if is_async(draft) and draft.old.has("rollout.n") else None
-    return max(1, own or draft.integer("actor_rollout_ref.rollout.n") or 1)
+    """Return the sampler's n; no release read the rollout.n of fully asynchronous programs."""
+    return max(1, draft.integer("actor_rollout_ref.rollout.n") or 1)
 
 
 def response_key(draft: Draft) -> str:
