@@ -90,6 +90,8 @@ def expect_of_columns(old: Old, row: Row) -> dict[str, object]:
     result["actor.engine.schedule.kind"] = old("optim.lr_scheduler") or "cosine"
     result["actor.engine.schedule.warmup_ratio"] = ratio
     result["actor.engine.schedule.min_lr_ratio"] = 0.0
+    if release(row) >= (0, 5):
+        result["run.max_ckpt_to_keep"] = old("trainer.max_ckpt_to_keep")
     if release(row) >= (0, 4):
         result["run.save_every"] = max(0, int(number(old("trainer.save_freq"))))
     if old("data.multiturn.enable"):
@@ -127,6 +129,7 @@ def expect_of_engines(old: Old, row: Row) -> dict[str, object]:
             "actor.engine.lora.alpha": old("model.lora.alpha"),
         }
     result["data.train.messages_key"] = old("data.messages_key")
+    result["run.max_ckpt_to_keep"] = old("trainer.max_ckpt_to_keep")
     save = old("trainer.save_freq")
     if not isinstance(save, str):  # after_each_epoch
         result["run.save_every"] = max(0, int(number(save)))
@@ -232,6 +235,18 @@ def test_fine_tuning_measures_its_held_out_loss_as_often(entry: str, version: st
     assert all(values[f"data.eval.{key}"] == values[f"data.train.{key}"] for key in columns)
     without = translate([files[0], "data.val_files=null"], entry=entry, version=version)
     assert not [setting for setting in without.settings if "eval" in setting.key]
+
+
+@pytest.mark.parametrize(
+    ("entry", "version", "kept"),
+    [(FIRST, "v0.4.1", None), (FIRST, "v0.5.0", 3), (FIRST, "v0.7.0", 3), (SECOND, "v0.9.1", 3)],
+)
+def test_fine_tuning_keeps_as_many_checkpoints(entry: str, version: str, kept: int | None) -> None:
+    # fsdp_sft_trainer.py and sft_trainer.py read trainer.max_ckpt_to_keep since v0.5.0.
+    given = ["data.train_files=/t.parquet", "++trainer.max_ckpt_to_keep=3"]
+    run = translate(given, entry=entry, version=version)
+    assert {s.key: s.value for s in run.settings}["run.max_ckpt_to_keep"] == kept
+    assert run.tokens[1].disposition == ("dropped" if kept is None else "moved")
 
 
 @pytest.mark.parametrize(

@@ -181,8 +181,19 @@ def test_the_shells_own_number_of_processes_goes_on(tmp_path: Path, launcher: st
     "launcher",
     ["torchrun --nnodes=$n --nproc_per_node=$nproc -m", "torchrun --nproc_per_node=gpu -m"],
 )
-def test_a_number_of_processes_that_no_variable_is_stays_to_be_reported(
+def test_a_number_of_processes_that_no_variable_is_is_a_question(
     tmp_path: Path, launcher: str
 ) -> None:
-    _, shown = _run(str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}")))
-    assert "is torchrun's to say" in shown
+    script = str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}"))
+    code, shown = _run(script)
+    assert code == 20
+    assert "a number that only a run knows" in shown
+    code, shown = _run(script, "--nodes", "2", "--gpus-per-node", "8")
+    assert "a number that only a run knows" not in shown
+
+
+def test_layout_of_fine_tuning_does_not_hide_the_number_of_processes(tmp_path: Path) -> None:
+    launcher = "srun torchrun --nnodes=$SLURM_NNODES --nproc-per-node=8 -m"
+    text = f"{launcher} {SFT.strip()} ulysses_sequence_parallel_size=2\n"
+    _, shown = _run(str(_script(tmp_path, text)))
+    assert "8 processes on each of $SLURM_NNODES nodes, a number that only a run knows" in shown

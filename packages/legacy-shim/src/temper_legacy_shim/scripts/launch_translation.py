@@ -7,6 +7,7 @@ from pathlib import Path
 
 from temper_legacy_shim.bash.values.shell_values import Piece, Text, literal
 from temper_legacy_shim.configs import Cluster, Finding, Outcome, Setting, Translation, translate
+from temper_legacy_shim.configs.mapping.builder import Level
 from temper_legacy_shim.configs.reading.config_files import (
     OldFile,
     entry_of,
@@ -157,17 +158,18 @@ def _cluster(launch: Launch) -> Cluster | None:
 def _with_processes(
     translation: Translation, launch: Launch, unknowns: dict[str, str]
 ) -> Translation:
-    """Return fine-tuning on one machine with as many processes as the shell says."""
+    """Return fine-tuning on one machine with as many processes as the shell says.
+
+    A number that no single variable is becomes a question.
+    """
     processes, nodes = launch.processes.get("nproc_per_node"), launch.processes.get("nnodes")
     keys = {setting.key for setting in translation.settings}
-    if (
-        processes is None
-        or processes.known is not None
-        or (nodes is not None and nodes.known != "1")
-    ):
+    is_open = any(finding.rule == "sft-cluster" for finding in translation.findings)
+    if processes is None or not keys or not is_open:
         return translation
-    if translation.source.program != "sft" or not keys or "actor.num_workers" in keys:
-        return translation
+    on_one_node = nodes is None or nodes.known == "1"
+    if processes.known is not None or not on_one_node or "actor.num_workers" in keys:
+        return _ask_for_processes(translation, processes, nodes)
     number = _shown(processes, unknowns)
     on_cpu = any(
         override.key == "trainer.device" and override.value().known == "cpu"
@@ -178,19 +180,32 @@ def _with_processes(
         _read_torchrun("runtime.kind", "ray"),
     ]
     added += [] if on_cpu else [_read_torchrun("runtime.gpus_per_worker", 1.0)]
-    note = Finding(
-        level="note",
-        rule="sft-cluster",
-        message=(
-            f"torchrun started {number} processes, a number that only the shell knows: "
-            "actor.num_workers is the same."
-        ),
+    translation = _with_finding(
+        translation,
+        "note",
+        f"torchrun started {number} processes, a number that only the shell knows: "
+        "actor.num_workers is the same.",
     )
-    findings = (
-        *(finding for finding in translation.findings if finding.rule != "sft-cluster"),
-        note,
+    return replace(translation, settings=(*translation.settings, *added))
+
+
+def _ask_for_processes(
+    translation: Translation, processes: Text, nodes: Text | None
+) -> Translation:
+    each = "" if nodes is None else f" on each of {nodes.shown()} nodes"
+    message = (
+        f"torchrun started {processes.shown()} processes{each}, a number that only a run knows: "
+        "translate with --nodes N --gpus-per-node M, and actor.num_workers is the same."
     )
-    return replace(translation, settings=(*translation.settings, *added), findings=findings)
+    return _with_finding(translation, "person", message)
+
+
+def _with_finding(translation: Translation, level: Level, message: str) -> Translation:
+    """Return a translation that says this about its processes."""
+    others = [finding for finding in translation.findings if finding.rule != "sft-cluster"]
+    new = Finding(level=level, rule="sft-cluster", message=message)
+    # Questions come first in a report.
+    return replace(translation, findings=(new, *others) if level == "person" else (*others, new))
 
 
 def _read_torchrun(key: str, value: Plain, *, is_number: bool = False) -> Setting:

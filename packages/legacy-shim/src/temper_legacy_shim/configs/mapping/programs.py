@@ -65,7 +65,7 @@ def _build(draft: Draft, role: OldRole) -> None:
     build_lora(draft, role)
     _lengths(draft, role)
     build_length(draft)
-    build_habits(draft)
+    build_habits(draft, kept="trainer.max_ckpt_to_keep" if draft.since("v0.5.0") else None)
     build_runtime(draft)
     apply_rules(draft, "seed", old="trainer.seed")
     apply_rules(draft, "sft-max-rows")

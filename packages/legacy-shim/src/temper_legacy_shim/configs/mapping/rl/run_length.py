@@ -88,16 +88,21 @@ def _async_length(draft: Draft) -> None:
         draft.explain_drop(name, f"{keys[0]} ends the run")
 
 
-def build_habits(draft: Draft) -> None:
-    """Set checkpoints, resuming, logging and the folder."""
+def build_habits(draft: Draft, *, kept: str | None = "trainer.max_actor_ckpt_to_keep") -> None:
+    """Set checkpoints, resuming, logging and the folder.
+
+    Args:
+        draft: of the program.
+        kept: key of the number of checkpoints to keep; None if the release read none.
+    """
     # The old trainer saved by steps alone; ours also saves by time, which the row turns off.
     apply_rules(draft, "save-freq")
-    keeps = draft.integer("trainer.max_actor_ckpt_to_keep")
+    keeps = draft.integer(kept) if kept else None
     # The older switch, which deleted all but the newest checkpoint.
     if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1
     # The old trainer kept every checkpoint unless it was told otherwise; ours keeps two.
-    old = ["trainer.max_actor_ckpt_to_keep", "trainer.remove_previous_ckpt_in_save"]
+    old = [*([kept] if kept else []), "trainer.remove_previous_ckpt_in_save"]
     value = keeps if keeps is not None and keeps > 0 else None
     draft.put("run.max_ckpt_to_keep", value, rule="keep-checkpoints", old=old)
     _resume(draft)
