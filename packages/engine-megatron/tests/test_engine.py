@@ -134,29 +134,31 @@ YARN = {
     "original_max_position_embeddings": 8,
 }
 EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    # Queries are not compressed.
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    **EXPERTS,
+}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
         {"model_type": "gpt_oss", "num_local_experts": 4, "rope_parameters": YARN, **EXPERTS},
-        {
-            "model_type": "deepseek_v3",
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 24,
-            # Queries are not compressed.
-            "q_lora_rank": None,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 12,
-            "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5},
-            **EXPERTS,
-        },
+        {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+        # Only an extended context changes the scale.
+        {**LATENT, "rope_parameters": {**YARN, "rope_type": "default", "mscale_all_dim": 0.5}},
         {
             "model_type": "gemma3_text",
             "head_dim": 8,
@@ -169,7 +171,7 @@ EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False
             },
         },
     ],
-    ids=lambda fields: fields["model_type"],
+    ids=["gpt_oss", "deepseek_v3", "deepseek_v3-not-extended", "gemma3_text"],
 )
 def test_extended_context_has_the_gradients_of_transformers(config, start, batch, fields):
     model = ModelSpec(

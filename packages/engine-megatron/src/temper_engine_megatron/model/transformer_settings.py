@@ -395,10 +395,11 @@ def _latent_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict
     if not transformer_config.multi_latent_attention:
         return {}
     rope = dict(hf_config.rope_parameters)
+    is_extended = rope.get("rope_type", "default") != "default"
     return {
         # Angles come from `rotary_frequencies`.
         "rope_type": "rope",
-        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "rotary_scaling_factor": rope.get("factor", 1.0) if is_extended else 1.0,
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
 
