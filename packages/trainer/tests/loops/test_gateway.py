@@ -99,6 +99,7 @@ def use_clients(
     num_rollouts: int,
     max_turns: int = 8,
     max_failure_fraction: float = 0.0,
+    template: str = TEMPLATE,
 ) -> list[Conversation]:
     """Run agents that use clients, and return their rollouts."""
 
@@ -115,7 +116,7 @@ def use_clients(
 
     gateway = GatewayServer(
         tokenizer=TOKENIZER,
-        chat_template=TEMPLATE,
+        chat_template=template,
         markers=CallMarkers(start="<call>", end="</call>"),
         address="127.0.0.1",
     )
@@ -403,6 +404,35 @@ def test_request_that_cannot_be_answered_is_refused(options: dict[str, Any], mes
     use_client(use, answers=[[END]])
 
 
+@pytest.mark.parametrize(
+    ("template", "options", "message"),
+    [
+        (
+            "{{ messages[0].content }}",
+            {"messages": [{"role": "user", "content": ""}]},
+            "a completion of no tokens: send at least one",
+        ),
+        (
+            "{% for t in tools or [] %}{{ t.function.parameters | dictsort }}{% endfor %}.",
+            {"tools": [{"type": "function", "function": {"name": "add", "parameters": [1]}}]},
+            "the chat template cannot render the messages",
+        ),
+    ],
+)
+def test_request_without_a_prompt_is_refused_and_the_agent_continues(
+    template: str, options: dict[str, Any], message: str
+) -> None:
+    async def use(client: AsyncOpenAI) -> None:
+        # A client repeats a request after status 500.
+        with pytest.raises(BadRequestError, match=message):
+            await ask(client.with_options(max_retries=5), ("user", "hi"), extra_body=options)
+        await ask(client, ("user", "hi"))
+
+    sampler = ScriptedSampler(lambda _: [END], end_token_id=END)
+    (conversation,) = use_clients(use, sampler=sampler, num_rollouts=1, template=template)
+    assert len(conversation.completions) == 1
+
+
 def test_only_the_token_of_an_open_session_is_accepted() -> None:
     sessions = []
 
@@ -414,8 +444,12 @@ def test_only_the_token_of_an_open_session_is_accepted() -> None:
             url = f"{client.base_url}chat/completions"
             headers = {"Authorization": f"Bearer {client.api_key}"}
             assert (await http.post(url, content=b"{}")).status_code == 401
-            malformed = await http.post(url, content=b"{", headers=headers)
-            assert malformed.status_code == 400
+            # OpenAI's client cannot send half of a character.
+            half = b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}'
+            for malformed in (b"{", half):
+                response = await http.post(url, content=malformed, headers=headers)
+                assert response.status_code == 400
+                assert "is not" in response.json()["error"]["message"]
             large = await http.post(url, content=b" " * (MAX_BODY_BYTES + 1), headers=headers)
             assert large.status_code == 413
         sessions.append((str(client.base_url), client.api_key))
@@ -519,7 +553,7 @@ def test_lengths_are_those_that_were_sampled_although_clients_time_out() -> None
 
     server = ScriptedServer(script, end_token_id=END, token_s=token_s, max_concurrent=99)
     conversations = use_clients(use, sampler=server, num_rollouts=num_rollouts)
-    # Nothing is sampled anew, and all that is sampled is trained.
+    # Nothing is sampled again, and all that is sampled is trained.
     assert sorted(len(each.tokens) for each in conversations) == sorted(sampled)
     assert len(sampled) == num_rollouts
     num_late = sum(length * token_s > timeout_s for length in sampled)

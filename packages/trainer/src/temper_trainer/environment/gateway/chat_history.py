@@ -68,7 +68,7 @@ class ChatHistory:
                 add_generation_prompt=True,
             )
         # A template calls methods of what the agent has sent, which may have another type.
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (jinja2.TemplateError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise RequestError(f"the chat template cannot render the messages: {error}") from error
         assert isinstance(text, str)
         return self.encode_text(text)

@@ -31,7 +31,11 @@ from temper_trainer.environment.gateway.responses import (
     make_text_logprobs,
     make_text_response,
 )
-from temper_trainer.environment.protocol import RolloutLimitError, SampleFunction
+from temper_trainer.environment.protocol import (
+    InvalidAnswerError,
+    RolloutLimitError,
+    SampleFunction,
+)
 from temper_trainer.environment.tool_calls import CallMarkers
 from temper_trainer.types import Completion, FinishReason, RefusedRequestError
 
@@ -156,8 +160,14 @@ class GatewayServer:
                 return _refuse(401, message, kind="authentication_error")
             try:
                 return await answer(session, request)
-            # Clients repeat requests after some other statuses.
-            except (RequestError, RolloutLimitError, RefusedRequestError) as error:
+            # Clients repeat requests after some other statuses. An error of the sampler has status
+            # 500, and ends the run.
+            except (
+                InvalidAnswerError,
+                RefusedRequestError,
+                RequestError,
+                RolloutLimitError,
+            ) as error:
                 code = _ERROR_CODES.get(type(error))
                 return _refuse(400, str(error), kind="invalid_request_error", code=code)
 
@@ -189,9 +199,14 @@ def _refuse(status: int, message: str, *, kind: str, code: str | None = None) ->
 
 async def _read_body(request: web.Request) -> object:
     try:
-        return await request.json()
+        body = await request.json()
+        # JSON can contain half of a character, which no tokenizer accepts.
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(f"the body is not valid Unicode: {error}") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
+    return body
 
 
 async def _complete_chat(session: GatewaySession, request: web.Request) -> web.StreamResponse:

@@ -83,7 +83,7 @@ class AgentCalls:
         self._num_open += 1
         self._set_deadline(None)
         try:
-            # If it is cancelled, the task goes on.
+            # If it is cancelled, the task continues.
             await asyncio.wait([task])
         except asyncio.CancelledError:
             self._given_up.append((request, task))
