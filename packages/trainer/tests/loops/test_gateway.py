@@ -539,6 +539,28 @@ def test_completion_that_the_client_did_not_wait_for_is_not_trained() -> None:
     assert [list(each.tokens) for each in conversation.completions] == [[3]]
 
 
+def test_answer_that_came_too_late_is_sent_again() -> None:
+    answers: list[str] = []
+
+    async def use(client: AsyncOpenAI) -> None:
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        async with httpx.AsyncClient() as http:
+            # OpenAI's client counts its attempts; the third request here is not a repetition.
+            for count in ("0", "1", "0"):
+                headers = {
+                    "Authorization": f"Bearer {client.api_key}",
+                    "x-stainless-retry-count": count,
+                }
+                url = f"{client.base_url}chat/completions"
+                response = await http.post(url, json=body, headers=headers)
+                answers.append(response.json()["choices"][0]["message"]["content"])
+
+    conversation, requests = use_client(use, answers=[[*ids("x"), END], [*ids("y"), END]])
+    assert answers == ["x", "x", "y"]
+    assert len(requests) == 2
+    assert len(conversation.branches) == 1
+
+
 def test_lengths_are_those_that_were_sampled_although_clients_time_out() -> None:
     sampled: list[int] = []
     num_rollouts, token_s, timeout_s = 32, 0.04, 0.6

@@ -82,14 +82,22 @@ class SampleFunction(Protocol):
     """Samples one completion of an agent's rollout."""
 
     async def __call__(
-        self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        is_repeated: bool = False,
     ) -> Completion:
         """Return a completion of these tokens.
+
+        If an equal call was cancelled, its completion is returned.
 
         Args:
             tokens: Everything that the policy reads.
             max_tokens: Maximum length of the completion, if it is below that of the run.
             stop: Texts that end the completion, in addition to those of the run.
+            is_repeated: Return the completion of an equal earlier call, if there is one.
 
         Raises:
             RolloutLimitError: If the rollout may have no further completion, or none so long. What

@@ -62,12 +62,15 @@ class GatewaySession:
     num_responses: int = 0
 
     async def complete(
-        self, prompt: EncodedPrompt, options: CompletionOptions
+        self, prompt: EncodedPrompt, options: CompletionOptions, *, is_repeated: bool
     ) -> tuple[Completion, SampledText]:
         """Return a completion and its text, whose plain form has no stop text."""
         self.num_ignored_settings += options.num_ignored
         completion = await self.sample(
-            prompt.tokens, max_tokens=options.max_tokens, stop=options.stop
+            prompt.tokens,
+            max_tokens=options.max_tokens,
+            stop=options.stop,
+            is_repeated=is_repeated,
         )
         self.num_responses += 1
         text = self.history.add(prompt, completion)
@@ -209,10 +212,17 @@ async def _read_body(request: web.Request) -> object:
     return body
 
 
+def _is_repeated(request: web.Request) -> bool:
+    """Return True if OpenAI's client repeats a request, whose answer may have come too late."""
+    return request.headers.get("x-stainless-retry-count", "0") != "0"
+
+
 async def _complete_chat(session: GatewaySession, request: web.Request) -> web.StreamResponse:
     chat = parse_chat_request(await _read_body(request))
     prompt = session.history.encode_chat(chat.messages, tools=chat.tools)
-    completion, text = await session.complete(prompt, chat.options)
+    completion, text = await session.complete(
+        prompt, chat.options, is_repeated=_is_repeated(request)
+    )
     message = make_message(
         # The markers may be special tokens.
         text.full if chat.tools and session.markers.start in text.full else text.plain,
@@ -237,7 +247,9 @@ async def _complete_chat(session: GatewaySession, request: web.Request) -> web.S
 async def _complete_text(session: GatewaySession, request: web.Request) -> web.StreamResponse:
     body = parse_text_request(await _read_body(request))
     prompt = session.history.encode_prompt(body.prompt)
-    completion, text = await session.complete(prompt, body.options)
+    completion, text = await session.complete(
+        prompt, body.options, is_repeated=_is_repeated(request)
+    )
     response = make_text_response(
         text.plain,
         response_id=f"cmpl-{session.num_responses}",

@@ -69,16 +69,25 @@ class AgentCalls:
     """Number of requests that repeat one which the agent had given up."""
     _given_up: list[tuple[SamplingRequest, asyncio.Task[Completion]]] = field(default_factory=list)
     """Requests that the agent gave up, whose completions are still sampled for a repetition."""
+    _answered: dict[asyncio.Task[Completion], SamplingRequest] = field(default_factory=dict)
+    """Requests whose completions were returned."""
     _num_started: int = 0
     _num_open: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def sample(
-        self, tokens: Sequence[int], *, max_tokens: int | None = None, stop: Sequence[str] = ()
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        is_repeated: bool = False,
     ) -> Completion:
         """Return a completion; see `SampleFunction`."""
         ids = self._check_tokens(tokens)
-        request, task = self._start(self._make_request(ids, max_tokens=max_tokens, stop=stop))
+        request, task = self._start(
+            self._make_request(ids, max_tokens=max_tokens, stop=stop), is_repeated=is_repeated
+        )
         self._record_work()
         self._num_open += 1
         self._set_deadline(None)
@@ -86,7 +95,8 @@ class AgentCalls:
             # If it is cancelled, the task continues.
             await asyncio.wait([task])
         except asyncio.CancelledError:
-            self._given_up.append((request, task))
+            if task not in self._answered:
+                self._given_up.append((request, task))
             raise
         finally:
             self._num_open -= 1
@@ -96,7 +106,11 @@ class AgentCalls:
                 self._set_deadline(asyncio.get_running_loop().time() + self.timeout_s)
         completion = task.result()
         # Not reached if the request was cancelled: the agent has not read such a completion.
-        self.finished.append(AgentCall(prompt_tokens=request.prompt_tokens, completion=completion))
+        if task not in self._answered:
+            self._answered[task] = request
+            self.finished.append(
+                AgentCall(prompt_tokens=request.prompt_tokens, completion=completion)
+            )
         return completion
 
     async def end(self) -> None:
@@ -113,9 +127,9 @@ class AgentCalls:
                 self.discard(request)
 
     def _start(
-        self, request: SamplingRequest
+        self, request: SamplingRequest, *, is_repeated: bool
     ) -> tuple[SamplingRequest, "asyncio.Task[Completion]"]:
-        """Return the task of an equal request that the agent gave up, or start one.
+        """Return the task of an equal request that the agent repeats, or start one.
 
         A client repeats a request after its timeout. Mostly long completions take so long: if they
         were sampled again, they would be replaced by shorter ones, or never arrive.
@@ -127,6 +141,10 @@ class AgentCalls:
             if given_up == replace(request, seed=given_up.seed):
                 self.num_repeated += 1
                 return self._given_up.pop(i)
+        for task, answered in reversed(self._answered.items()) if is_repeated else ():
+            if answered == replace(request, seed=answered.seed):
+                self.num_repeated += 1
+                return answered, task
         if self._num_started == self.limits.max_turns:
             self.is_over_limit = True
             raise RolloutLimitError(
