@@ -97,6 +97,8 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
     ("line", "complaint"),
     [
         ('{"question": "1 + 1?"', "not a JSON object"),
+        ("[" * 2000, "not a JSON object"),
+        (r'{"question": "\ud83d", "answer": "1"}', "half of a surrogate pair"),
         ('["1 + 1?", "2"]', 'write each row as an object, as in {"question": '),
         ('{"question": "1 + 1?"}', "no field 'answer' among"),
         ('{"question": "1 + 1?", "answer": 2.5}', "must be text or an integer, but is float 2.5"),

@@ -19,6 +19,7 @@ from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.agent_environment import AgentFactory, AgentTask, OpenAiAgent
 from temper_trainer.environment.gateway.gateway_server import MAX_BODY_BYTES, GatewayServer
+from temper_trainer.environment.gateway.responses import make_message
 from temper_trainer.environment.tool_calls import CallMarkers
 from temper_trainer.loops.rollouts.multi_turn import Conversation
 from temper_trainer.loops.rollouts.rollout_scheduler import RolloutScheduler
@@ -285,6 +286,18 @@ def test_call_of_a_tool_is_parsed_and_read_again_as_it_was_sampled(is_streamed: 
     assert conversation.branches == ()
 
 
+@pytest.mark.parametrize(
+    "arguments", ["[" * 2000, f'{{"a": {"[" * 200}{"]" * 200}}}', r'{"a": "\ud83d"}']
+)
+def test_call_that_cannot_be_sent_on_is_text(arguments: str) -> None:
+    markers = CallMarkers(start="<call>", end="</call>")
+    text = f'<call>{{"name": "add", "arguments": {arguments}}}</call>'
+    assert make_message(text, markers=markers, call_id="1") == {
+        "role": "assistant",
+        "content": text,
+    }
+
+
 def test_changed_call_of_a_tool_is_written_by_the_chat_template() -> None:
     async def use(client: AsyncOpenAI) -> None:
         function = {"name": "add", "arguments": '{"a": 7}'}
@@ -381,6 +394,13 @@ def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
     assert conversation.tokens == [*apart("abc"), END]
 
 
+NESTED_CALL = {
+    "role": "assistant",
+    "tool_calls": [{"function": {"name": "add", "arguments": "[" * 2000}}],
+}
+SURROGATE = rb'{"messages": [{"role": "user", "content": "\ud800"}]}'
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -393,6 +413,7 @@ def test_streamed_response_has_the_same_text_and_is_recorded() -> None:
         ({"extra_body": {"best_of": 3}}, "best_of=3 is not supported"),
         ({"tools": [{"type": "function"}]}, r"tools\[0\].function is None"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
+        ({"extra_body": {"messages": [NESTED_CALL]}}, "arguments must be JSON: .* nested too deep"),
     ],
 )
 def test_request_that_cannot_be_answered_is_refused(options: dict[str, Any], message: str) -> None:
@@ -444,12 +465,16 @@ def test_only_the_token_of_an_open_session_is_accepted() -> None:
             url = f"{client.base_url}chat/completions"
             headers = {"Authorization": f"Bearer {client.api_key}"}
             assert (await http.post(url, content=b"{}")).status_code == 401
+            not_text = {"Authorization": b"Bearer \xff"}
+            assert (await http.post(url, content=b"{}", headers=not_text)).status_code == 401
             # OpenAI's client cannot send half of a character.
             half = b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}'
-            for malformed in (b"{", half):
+            for malformed in (b"{", b"\xff", b"[" * 2000, half, SURROGATE):
                 response = await http.post(url, content=malformed, headers=headers)
                 assert response.status_code == 400
                 assert "is not" in response.json()["error"]["message"]
+            unknown = {**headers, "Content-Type": "application/json; charset=unknown"}
+            assert (await http.post(url, content=b"{}", headers=unknown)).status_code == 400
             large = await http.post(url, content=b" " * (MAX_BODY_BYTES + 1), headers=headers)
             assert large.status_code == 413
         sessions.append((str(client.base_url), client.api_key))

@@ -3,7 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from packages.trainer.tests.loops.byte_tokenizer_for_tests import make_tokenizer
@@ -20,6 +22,10 @@ from temper_trainer.types import Prompt, SamplingRequest
 pytest.importorskip(
     "gymnasium", reason="needs temper-trainer[gymnasium]: nox -s adapters runs this"
 )
+
+import gymnasium
+
+from temper_trainer.environment.gymnasium_environment import parse_action
 
 CORRIDOR = "gymnasium_games_for_tests:temper-tests/Corridor-v0"
 DIGITS = "gymnasium_games_for_tests:temper-tests/Digits-v0"
@@ -94,6 +100,20 @@ def test_rollouts_of_a_prompt_start_in_the_same_state_and_others_in_their_own() 
 
     starts = [asyncio.run(open_corridor(prompt_id)) for prompt_id in (3, 3, 4)]
     assert starts[0] == starts[1] != starts[2]
+
+
+@pytest.mark.parametrize(
+    ("space", "text"),
+    [
+        (gymnasium.spaces.Discrete(4), "9" * 30),
+        (gymnasium.spaces.Discrete(4), "[" * 2000),
+        (gymnasium.spaces.Box(0, 255, (2,), np.uint8), "[300, 1]"),
+        (gymnasium.spaces.MultiDiscrete([3, 3]), "[1e400, 1]"),
+    ],
+)
+def test_number_that_no_action_can_be_is_refused(space: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="is not an action of"):
+        parse_action(text, space=space)
 
 
 def test_unknown_id_is_refused_before_the_first_rollout() -> None:

@@ -76,7 +76,9 @@ def test_call_in_json_gets_the_result_of_the_tool() -> None:
         answer = await call('Well: <tool>{"name": "add", "arguments": {"a": 2, "b": 40}}</tool>')
         assert read(answer) == "42"
         assert answer.metrics == {"tool/calls": 1.0, "tool/failed": 0.0}
-        for wrong in ("12", "{}", "no json", '{"name": "add", "arguments": {"a": "x"}}'):
+        half = r'{"name": "add", "arguments": {"a": "\ud83d"}}'
+        deep = f'{{"name": "add", "arguments": {{"a": {"[" * 300}{"]" * 300}}}}}'
+        for wrong in ("12", "{}", "no json", half, deep, half.replace(r"\ud83d", "x")):
             answer = await call(f"<tool>{wrong}</tool>")
             assert "rror" in read(answer)
             assert answer.metrics["tool/failed"] == 1.0

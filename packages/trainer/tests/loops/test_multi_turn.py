@@ -27,6 +27,7 @@ from temper_trainer.environment.protocol import (
     EnvironmentFactory,
     Observation,
 )
+from temper_trainer.environment.text_environment import TextEnvironment, TextObservation
 from temper_trainer.environment.tool_environment import make_environment_factory
 from temper_trainer.loops.rollouts import rollout_scheduler
 from temper_trainer.loops.rollouts.multi_turn import Conversation, measure_turns
@@ -677,6 +678,26 @@ def test_number_of_open_environments_is_limited(
     assert sum(each.num_retries for each in conversations) == 4
     assert CountedEnvironment.num_open == 0
     assert CountedEnvironment.most_open == expected
+
+
+class HalfCharacters(TextEnvironment):
+    """An environment whose text has half of a surrogate pair, as JSON of a policy may have."""
+
+    async def open(self, prompt: Prompt) -> str:
+        return ""
+
+    async def respond(self, text: str) -> TextObservation:
+        return TextObservation(text="1\ud83d2")
+
+
+def test_text_that_no_tokenizer_takes_is_replaced() -> None:
+    conversation, _, _ = run_conversation(
+        ("3", "="),
+        ("<eos>",),
+        make_environment=lambda: HalfCharacters(config=CONFIG, tokenizer=tokenizer()),
+    )
+    words = [WORDS[token] for token in conversation.tokens]
+    assert words == ["3", "=", "1", "<unk>", "2", "<eos>"]
 
 
 def test_first_observation_follows_the_prompt_and_counts_in_the_limit() -> None:

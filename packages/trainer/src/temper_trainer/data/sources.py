@@ -7,6 +7,7 @@ half as long as the rest of ``temper-train --check``.
 import functools
 import itertools
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -224,6 +225,11 @@ def _jsonl_records(path: str) -> Iterator[tuple[str, object]]:
         raise make_unreadable_error(path, error) from error
 
 
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Escape sequence of one half of a character. Each half alone is valid JSON, but cannot be encoded
+as UTF-8, so that no tokenizer takes it."""
+
+
 def parse_json_line(line: str | bytes, *, path: str, number: int) -> tuple[str, object]:
     """Return a line's file and number as `FILE:NUMBER`, and its parsed JSON.
 
@@ -232,10 +238,18 @@ def parse_json_line(line: str | bytes, *, path: str, number: int) -> tuple[str, 
     """
     try:
         text = line if isinstance(line, str) else line.decode("utf-8-sig")
-        return f"{path}:{number}", json.loads(text)
+        record = json.loads(text)
+        if _SURROGATE.search(text):
+            json.dumps(record, ensure_ascii=False).encode()
+        return f"{path}:{number}", record
     except UnicodeDecodeError as error:
         raise _make_encoding_error(path, error) from error
-    except json.JSONDecodeError as error:
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{path}:{number}: has half of a surrogate pair ({error}), such as \\ud83d without the "
+            "escape sequence after it: correct or remove the line."
+        ) from error
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(
             f"{path}:{number}: not a JSON object ({error}): expected one object per line. "
             f"{_suggest_remedy(path, text)}"

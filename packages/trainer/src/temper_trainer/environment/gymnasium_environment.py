@@ -12,6 +12,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.concurrency import DaemonThreads
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.text_environment import TextEnvironment, TextObservation
+from temper_trainer.environment.tool_calls import parse_json
 from temper_trainer.types import Prompt
 
 _threads = DaemonThreads("gymnasium")
@@ -92,22 +93,18 @@ def parse_action(text: str, *, space: "gymnasium.Space[Any]") -> object:
         ValueError: If it names none of the space.
     """
     text = text.strip()
-    if isinstance(space, gymnasium.spaces.Text):
-        action: object = text
-    else:
-        try:
-            action = json.loads(text)
-        except ValueError as error:
-            raise ValueError(f"{text!r} is not an action of {space}") from error
+    message = f"{text!r} is not an action of {space}"
+    try:
+        action: object = text if isinstance(space, gymnasium.spaces.Text) else parse_json(text)
         if isinstance(space, gymnasium.spaces.Discrete) and type(action) is int:
             action = np.int64(action)
         elif isinstance(action, list) and space.shape is not None:
-            try:
-                action = np.asarray(action, dtype=space.dtype)
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{text!r} is not an action of {space}") from error
+            action = np.asarray(action, dtype=space.dtype)
+    # A number may be too large for the type of the space.
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(message) from error
     if not space.contains(action):
-        raise ValueError(f"{text!r} is not an action of {space}")
+        raise ValueError(message)
     return action
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.text_environment import TextEnvironment, TextObservation
+from temper_trainer.environment.tool_calls import parse_json
 from temper_trainer.types import Prompt
 
 _INVALID_ACTION = "(code: VALIDATION_ERROR)"
@@ -99,7 +100,7 @@ class OpenenvEnvironment(TextEnvironment):
     def _parse_action(self, text: str) -> dict[str, Any]:
         if self._action_field:
             return {self._action_field: text.strip()}
-        action = json.loads(text)
+        action = parse_json(text)
         if not isinstance(action, dict):
             raise ValueError(f"{text.strip()!r} is not a JSON object")
         return action

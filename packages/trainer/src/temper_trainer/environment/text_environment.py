@@ -68,9 +68,11 @@ class TextEnvironment(ABC):
     def _encode(self, response: TextObservation) -> Observation:
         """Encode the text between the markers, shortened so that it fits with both of them."""
         config, limit = self.config, self.config.max_observation_tokens
+        # A tokenizer refuses half of a surrogate pair, which JSON of a policy may have.
+        text = response.text.encode(errors="replace").decode()
         start, body, end = (
             self.tokenizer(each, add_special_tokens=False)["input_ids"]
-            for each in (config.answer_start, response.text, config.answer_end)
+            for each in (config.answer_start, text, config.answer_end)
         )
         if response.is_done:
             return Observation(is_done=True, reward=response.reward, metrics=response.metrics)

@@ -1,8 +1,39 @@
-"""Parse calls of tools that a policy writes as JSON."""
+"""Parse JSON that a policy writes, such as calls of tools."""
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
+
+MAX_JSON_DEPTH = 100
+"""Largest depth of lists and objects in each other. Libraries that send a value on have limits of a
+few hundred, and fail in other ways."""
+
+
+def parse_json(text: str) -> object:
+    """Return a JSON value that can be sent on.
+
+    Raises:
+        ValueError: If the text is not JSON, has half of a surrogate pair, or is nested too deep.
+    """
+    try:
+        value: object = json.loads(text)
+    except RecursionError as error:
+        raise ValueError("JSON that is nested too deep") from error
+    # Raises UnicodeEncodeError, a ValueError, for half of a surrogate pair: "\\ud83d".
+    json.dumps(value, ensure_ascii=False).encode()
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [child for each in level for child in _list_children(each)]
+        if not level:
+            return value
+    raise ValueError("JSON that is nested too deep")
+
+
+def _list_children(value: object) -> Collection[object]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()
 
 
 def parse_call(text: str) -> tuple[str, dict[str, object]]:
@@ -15,7 +46,7 @@ def parse_call(text: str) -> tuple[str, dict[str, object]]:
         >>> parse_call('{"name": "add", "arguments": {"a": 1}}')
         ('add', {'a': 1})
     """
-    call = json.loads(text)
+    call = parse_json(text)
     match call:
         case {"name": str(name), "arguments": dict(arguments)}:
             return name, arguments

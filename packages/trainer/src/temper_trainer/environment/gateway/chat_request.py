@@ -1,9 +1,10 @@
 """Parse requests in the format of OpenAI's API."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from temper_trainer.environment.tool_calls import parse_json
 
 JsonObject = Mapping[str, Any]
 
@@ -218,7 +219,7 @@ def _parse_calls(calls: object, *, name: str) -> list[dict[str, Any]]:
         fields = _check_object(call, name=call_name)
         function = _check_object(fields.get("function"), name=f"{call_name}.function")
         try:
-            arguments = json.loads(function.get("arguments") or "{}")
+            arguments = parse_json(function.get("arguments") or "{}")
         except (TypeError, ValueError) as error:
             raise RequestError(f"{call_name}.function.arguments must be JSON: {error}") from error
         parsed.append(

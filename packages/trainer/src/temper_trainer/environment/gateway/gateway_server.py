@@ -36,7 +36,7 @@ from temper_trainer.environment.protocol import (
     RolloutLimitError,
     SampleFunction,
 )
-from temper_trainer.environment.tool_calls import CallMarkers
+from temper_trainer.environment.tool_calls import CallMarkers, parse_json
 from temper_trainer.types import Completion, FinishReason, RefusedRequestError
 
 MAX_BODY_BYTES = 16 << 20
@@ -178,7 +178,7 @@ class GatewayServer:
 
     def _find_session(self, authorization: str) -> "GatewaySession | None":
         """Return the session whose token a header has; None if there is none."""
-        given = authorization.removeprefix("Bearer ").encode()
+        given = authorization.removeprefix("Bearer ").encode(errors="surrogateescape")
         # All of them are compared, in constant time, so that the time says nothing about a token.
         sessions = [
             session
@@ -202,14 +202,10 @@ def _refuse(status: int, message: str, *, kind: str, code: str | None = None) ->
 
 async def _read_body(request: web.Request) -> object:
     try:
-        body = await request.json()
-        # JSON can contain half of a character, which no tokenizer accepts.
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(f"the body is not valid Unicode: {error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return parse_json(await request.text())
+    # The second one for an unknown charset.
+    except (ValueError, LookupError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
-    return body
 
 
 def _is_repeated(request: web.Request) -> bool:
