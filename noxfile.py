@@ -58,9 +58,11 @@ KIT_ARGUMENTS = {
 }
 """Layouts in which `conformance` runs an engine, with the slow tests."""
 
-FAMILY_LAYOUTS = "fsdp1.1,fsdp1.2,hybrid.4,checkpointed.1,checkpointed.2,together.2"
+FAMILY_LAYOUTS = "fsdp1.1,fsdp1.2,hybrid.4,checkpointed.1,checkpointed.2,together.2,ep.2"
 """Layouts of the FSDP engine without sequence parallelism, which hybrids refuse."""
-MEGATRON_FAMILY_LAYOUTS = "ep2,tp2-sp-ep2,pp2-vpp2,cp2,cp2-padded,pp2-recompute,pp2-dp2-distopt"
+MEGATRON_FAMILY_LAYOUTS = (
+    "ep2,tp2-sp-ep2,tp2-sp-pp2-ep2,pp2-vpp2,cp2,cp2-padded,pp2-recompute,pp2-dp2-distopt"
+)
 """Layouts of the Megatron engine in which all of its families run."""
 
 MEGATRON_PACKAGES = ("engine-megatron", "legacy-shim", "trainer")

@@ -3,9 +3,10 @@
     python -m tools.family_table .temper/families.json ...
 
 The arguments are files that the kit wrote with `--groups family --families all --results FILE`.
-Each replaces what docs/records/families.json has for the same engine and compute dtype; if both
-have the same layouts and versions, families that only the record has are kept. Without arguments,
-only the page is written again. Exports in vLLM are measured by `tools/vllm_families.py`, which has
+Each replaces what docs/records/families.json has for the same engine and compute dtype. With the
+same versions, families that only the record has are kept if the layouts are the same, and results
+of other layouts are added if no layout is the same. Without arguments, only the page is written
+again. Exports in vLLM are measured by `tools/vllm_families.py`, which has
 a record of its own. `tools/docs.py` checks that page, record and the kit's tests agree.
 """
 
@@ -102,11 +103,16 @@ def summarize(run: ConformanceRun) -> FamilyRun:
 
 
 def add_families(old: FamilyRun, new: FamilyRun) -> FamilyRun:
-    """Return the new results, with families of the old ones that they lack.
+    """Return the new results, with those of the old ones that they lack.
 
-    Only if both have the same layouts and versions: otherwise the new results alone.
+    With the same versions, these are families if both ran in the same layouts, and layouts if both
+    ran in different ones. Otherwise the new results are returned alone.
     """
-    if (set(old.layouts), old.versions) != (set(new.layouts), new.versions):
+    if old.versions != new.versions:
+        return new
+    if set(old.layouts).isdisjoint(new.layouts):
+        return _add_layouts(old, new)
+    if set(old.layouts) != set(new.layouts):
         return new
     tested = new.passed.keys() | new.failed.keys()
     return replace(
@@ -114,6 +120,19 @@ def add_families(old: FamilyRun, new: FamilyRun) -> FamilyRun:
         passed={k: v for k, v in old.passed.items() if k not in tested} | dict(new.passed),
         failed={k: v for k, v in old.failed.items() if k not in tested} | dict(new.failed),
     )
+
+
+def _add_layouts(old: FamilyRun, new: FamilyRun) -> FamilyRun:
+    """Return the results of two runs without a common layout."""
+    passed = {family: dict(counts) for family, counts in old.passed.items()}
+    failed = {family: dict(layouts) for family, layouts in old.failed.items()}
+    for family, counts in new.passed.items():
+        total = passed.setdefault(family, {})
+        total |= {test: total.get(test, 0) + count for test, count in counts.items()}
+    for family, tests in new.failed.items():
+        all_layouts = failed.setdefault(family, {})
+        all_layouts |= {test: [*all_layouts.get(test, ()), *add] for test, add in tests.items()}
+    return replace(new, layouts=(*old.layouts, *new.layouts), passed=passed, failed=failed)
 
 
 def read_record(root: Path) -> list[FamilyRun]:

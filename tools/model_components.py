@@ -1,18 +1,22 @@
 """Try families of models without TransformerEngine: transformers, PEFT, Megatron-Bridge and -Core.
 
     python tools/model_components.py > docs/records/model_components.md
+    python3.12 tools/model_components.py --table >> docs/records/model_components.md
 
 Each family is a tiny random model of the conformance kit, on the CPU. A cell says what ran, or
-gives the first line of the exception. Nothing is compared: that is what the kit does.
+gives the first line of the exception. Nothing is compared: that is what the kit does. The last
+column is what `tools/vllm_families.py` has recorded.
 """
 
 import importlib.util
+import json
 import os
 import platform
 import sys
 import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,44 +31,54 @@ from temper_engine_megatron.runtime.cpu_device import support_missing_cuda
 
 OPTIONAL = ("transformer_engine", "fla", "causal_conv1d", "mamba_ssm", "flash_attn")
 """Packages with kernels for these families."""
-PACKAGES = ("torch", "transformers", "peft", "megatron-core", "megatron-bridge", "vllm")
-OTHER_CHECKS = """
-The table does not have these:
+PACKAGES = ("torch", "transformers", "peft", "megatron-core", "megatron-bridge")
+VLLM_RECORD = Path(__file__).resolve().parent.parent / "docs" / "records" / "vllm_families.json"
+TITLES = (
+    *("family", "transformers", "LoRA with PEFT on all linear layers"),
+    *("provider of Megatron-Bridge", "Megatron-Core model with its layers in plain torch"),
+    "vLLM's build for CPUs loads the export",
+)
+INTRODUCTION = """# What runs without TransformerEngine
 
-* vLLM: which exports its build for CPUs loads, and what it lacks for the others, is in
-  [supported models](../models.md#families-checked-against-transformers).
-* Vision-language models: that page also says what the FSDP engine runs of them, with LoRA of PEFT.
-  The Megatron engine refuses them, because it does not run their encoder of images.
-* Qwen3.5: Megatron-Bridge 0.3.1 has no provider. The Megatron engine has a bridge of its own, with
-  Qwen3-Next's names.
-* Python 3.12: pip installs megatron-core 0.19.2, which runs with megatron-bridge 0.6.2. The tests
-  of the Megatron engine [passed with them](nightly.md) at `9c664a5`. This table was not made with
-  them.
-"""
-"""Text after the table."""
+{about}
+
+```sh
+python tools/model_components.py
+```
+
+* Vision-language models: [supported models](../models.md#families-checked-against-transformers)
+  says what the FSDP engine runs of them, with LoRA of PEFT, and what vLLM loads. The Megatron
+  engine refuses them, because it does not run their encoder of images.
+* Qwen3.5: Megatron-Bridge has no provider for its text models. The Megatron engine has a bridge of
+  its own, with Qwen3-Next's names.
+* The last two columns of Megatron show what its packages do alone. The Megatron engine replaces
+  layers and completes configs, and supports more families."""
+"""Text before the tables."""
 
 
 def main() -> int:
-    """Print the table."""
+    """Print the table, with the start of the page unless the argument is `--table`."""
     warnings.simplefilter("ignore")
     logging.set_verbosity_error()
-    print("# What runs without TransformerEngine\n")
-    print(f"{str(__doc__).strip().split(chr(10) + chr(10))[-1]}\n")
-    print("```sh\npython tools/model_components.py\n```\n")
-    print(f"Python {platform.python_version()}; " + "; ".join(map(describe_version, PACKAGES)))
+    if sys.argv[1:] != ["--table"]:
+        print(INTRODUCTION.format(about=str(__doc__).strip().split("\n\n")[-1]))
+    print(f"\n## Python {platform.python_version()}\n")
+    print("; ".join(map(describe_version, PACKAGES)))
     missing = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
     print(f"\nNot installed: {', '.join(missing)}.\n")
-    print("| family | transformers | LoRA with PEFT on all linear layers |", end="")
-    print(" provider of Megatron-Bridge | Megatron-Core model with its layers in plain torch |")
-    print("|---|---|---|---|---|")
+    print(f"| {' | '.join(TITLES)} |\n" + "|---" * len(TITLES) + "|")
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    recorded = json.loads(VLLM_RECORD.read_text())
     for family in FAMILIES:
+        if "vision_config" in FAMILIES[family].architecture:
+            continue
         attempts = (run_transformers, run_peft, find_provider, build_megatron_model)
         cells = [attempt(run, make_config(family)) for run in attempts]
+        error = recorded["families"][family].get("error")
+        cells.append(f"no: {error}" if error else f"vllm {recorded['versions']['vllm']}")
         print(f"| {family} | {' | '.join(cells)} |", flush=True)
     dist.destroy_process_group()
-    print(OTHER_CHECKS, end="")
     return 0
 
 

@@ -134,6 +134,22 @@ def test_failure_of_a_new_run_replaces_the_family() -> None:
     assert add_families(old, new) == new
 
 
+def test_results_in_other_layouts_are_added() -> None:
+    old = replace(
+        make_family_run(families={"mixtral": 1, "cohere": 2}),
+        failed={"mixtral": {OUTPUTS: ["b"]}},
+    )
+    new = replace(
+        make_family_run(families={"mixtral": 1, "gpt_oss": 1}, layouts="c,d"),
+        failed={"mixtral": {OUTPUTS: ["d"]}},
+    )
+    expected = replace(
+        make_family_run(families={"mixtral": 2, "cohere": 2, "gpt_oss": 1}, layouts="a,b,c,d"),
+        failed={"mixtral": {OUTPUTS: ["b", "d"]}},
+    )
+    assert add_families(old, new) == expected
+
+
 @pytest.mark.parametrize("change", [{"layouts": ("a",)}, {"versions": {"torch": "2.12"}}])
 def test_families_of_other_layouts_or_versions_are_dropped(change: dict[str, Any]) -> None:
     old = replace(make_family_run(families={"mixtral": 1, "cohere": 1}), **change)

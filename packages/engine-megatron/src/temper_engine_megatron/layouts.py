@@ -35,6 +35,17 @@ LAYOUTS = (
         name="pp2-recompute", world_size=2, fields={"pipeline_parallel": 2, "recompute": "layers"}
     ),
     Layout(name="tp2-pp2", world_size=4, fields={"tensor_parallel": 2, "pipeline_parallel": 2}),
+    Layout(
+        name="tp2-sp-pp2-ep2",
+        world_size=4,
+        fields={
+            "tensor_parallel": 2,
+            "sequence_parallel": True,
+            "pipeline_parallel": 2,
+            "expert_parallel": 2,
+            "expert_tensor_parallel": 1,
+        },
+    ),
     Layout(name="tp2-cp2", world_size=4, fields={"tensor_parallel": 2, "context_parallel": 2}),
     Layout(
         name="pp2-dp2-distopt",
