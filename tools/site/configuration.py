@@ -1,6 +1,6 @@
 """Generate the configuration reference: type, default, unit and meaning of every key.
 
-Everything is read from the dataclasses that own the defaults.
+All but the units is read from the dataclasses that declare the settings.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def build_configuration_pages() -> dict[str, str]:
 
 
 def _build_block_page(entry: Entry, meanings: Mapping[str, str], seen: dict[type, str]) -> str:
-    """Return the page of a block at the top; `seen` has the blocks of the pages before it."""
+    """Return the page of a top-level block; `seen` maps documented classes to their prefixes."""
     prefix, nested = _find_nested("", entry)
     assert nested is not None
     head = f"# {entry.name}\n\n{_describe_block(entry, meanings)}\n"
@@ -170,7 +170,7 @@ def _build_block_page(entry: Entry, meanings: Mapping[str, str], seen: dict[type
 
 
 def _describe_block(entry: Entry, meanings: Mapping[str, str]) -> str:
-    """Return the meaning of a block: of its field, or else of its class."""
+    """Return the docstring of a block's field, or the first line of its class's if it has none."""
     meaning = meanings.get(entry.name, "")
     if meaning and not meaning.startswith("See "):
         return meaning
@@ -178,7 +178,7 @@ def _describe_block(entry: Entry, meanings: Mapping[str, str]) -> str:
 
 
 def _find_nested(prefix: str, entry: Entry) -> tuple[str, type | None]:
-    """Return the prefix of the keys below a field, and their class; of a mapping, its values'."""
+    """Return prefix and class of the settings below a field; for a mapping, those of its values."""
     if entry.item is not None:
         return f"{prefix}{entry.name}.{ANY_NAME}.", entry.item.block
     return f"{prefix}{entry.name}.", entry.block
@@ -204,7 +204,7 @@ def _build_engine_page(name: str) -> str:
 
 
 def _link_block(prefix: str) -> str:
-    """Return a link to the block with this prefix, such as `actor.engine.`."""
+    """Return a Markdown link to a block by its prefix, such as `actor.engine.`."""
     block = prefix.removesuffix(".")
     page, _, rest = block.partition(".")
     return f"[`{prefix}*`]({page}.md{_to_anchor(block) if rest else ''})"
@@ -273,7 +273,7 @@ def _iterate_variant_lines(
 def _iterate_table_lines(
     prefix: str, entries: list[Entry], meanings: Mapping[str, str]
 ) -> Iterator[str]:
-    # The stylesheet keeps the last column in sight.
+    # This class gives the column a minimum width (stylesheet.css).
     yield "| key | type | default | unit | meaning {: .meaning } |\n|---|---|---|---|---|"
     for entry in entries:
         default = f"`{format_value(entry.default)}`" if entry.has_default else "must be set"

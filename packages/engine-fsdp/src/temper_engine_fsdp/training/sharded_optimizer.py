@@ -181,7 +181,7 @@ class ShardedOptimizer(ABC):
         return self._parameters[name].is_matrix or self._spec.decays_vectors
 
     def _launch_update(self, gradients: GradientShards, *, norm: Tensor, lr: float) -> bool:
-        """Launch kernels that clip and update, or do nothing if the norm [] is not finite.
+        """Launch kernels that clip and update; they change nothing if `norm` [] is not finite.
 
         The host does not need to know the norm.
 

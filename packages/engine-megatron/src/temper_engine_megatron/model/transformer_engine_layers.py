@@ -31,7 +31,7 @@ class RowParallelLayer(TERowParallelLinear):
 
 
 def _configure(layer: Any) -> None:
-    # Add gradients of weights to `main_grad` inside the product, in float32. Set here because in
+    # Let the matmul add gradients of weights to `main_grad`, in float32. Set here because in
     # Megatron's config it would also apply to its own layers, which need Apex for it.
     layer.fuse_wgrad_accumulation = True
     # Without the cache of float8 weights, TransformerEngine does not ask which micro-batch is the

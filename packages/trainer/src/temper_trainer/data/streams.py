@@ -389,10 +389,10 @@ class PromptFeed:
         """Continue a stream.
 
         Args:
-            stream: Starts at the first prompt that is not trained.
+            stream: Stream whose next item is the first prompt that is not trained.
             num_trained: Number of prompts that the run has trained, including `trained_ahead`.
-            trained_ahead: Trained prompts after the first untrained one, by their index in the
-                stream.
+            trained_ahead: Prompts to skip, because they are trained already: the number of items
+                that the stream returns before each one.
         """
         self._stream = stream
         self._position = num_trained - len(trained_ahead)

@@ -33,7 +33,7 @@ class Sandbox(Protocol):
         Args:
             code: Python source. It may import the standard library.
             timeout_s: Wall-clock time, after which it is killed.
-            memory_mib: Address space of its process.
+            memory_mib: Limit on the address space of its process.
 
         Raises:
             BrokenEnvironmentError: If the sandbox could not be started. A program cannot cause

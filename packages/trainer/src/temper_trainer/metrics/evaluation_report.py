@@ -79,9 +79,9 @@ def list_evaluations(rows: Sequence[Row]) -> list[EvaluationRow]:
 def tabulate_evaluations(
     evaluations: Sequence[EvaluationRow],
 ) -> tuple[tuple[str, ...], list[tuple[object, ...]]]:
-    """Return the table's heading and lines; a mean with an interval is one cell.
+    """Return the table's column titles and lines; a mean and its interval share a cell.
 
-    The column of categories is left out if there are none.
+    The column of categories is left out if no evaluation has one.
     """
     has_categories = any(each.category for each in evaluations)
     metrics = list(dict.fromkeys(name for each in evaluations for name in each.values))

@@ -350,7 +350,7 @@ def to_timeline_row(timeline: StepTimeline) -> dict[str, object]:
 
 
 def _choose_rollouts(rollouts: Sequence[TimedRollout]) -> list[TimedRollout]:
-    """Return at most MAX_ROLLOUTS of all durations, with the fastest and the slowest one."""
+    """Return at most MAX_ROLLOUTS rollouts, from the fastest to the slowest at even ranks."""
     if len(rollouts) <= MAX_ROLLOUTS:
         return list(rollouts)
     ranked = sorted(range(len(rollouts)), key=lambda i: rollouts[i].seconds)

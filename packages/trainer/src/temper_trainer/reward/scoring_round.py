@@ -58,8 +58,8 @@ class ScoredItem:
 class ModelCohort:
     """Completions that the reward model scores in one pass.
 
-    The pass starts when every open rollout of the cohort waits for its score. Then its batch
-    depends only on the rollouts, and so does score rounding.
+    The pass starts when every open rollout of the cohort waits for its score. Its batch is then the
+    same in every run, and scores are rounded in the same way.
     """
 
     num_open: int
@@ -91,7 +91,7 @@ class ModelScoring:
         return await future
 
     def start_if_complete(self, cohort: ModelCohort, *, priority: tuple[int, int]) -> None:
-        """Start the pass of a cohort if no other rollout will join it."""
+        """Start the pass of a cohort if every open rollout waits for it."""
         if not cohort.waiting or len(cohort.waiting) < cohort.num_open:
             return
         # In the order of the rollouts, because the model's batches depend on it.
@@ -155,13 +155,13 @@ class ScoringRound:
         priority: int,
         cohorts: Sequence[int] | None = None,
     ) -> None:
-        """Score nothing yet.
+        """Prepare the round; call `score` for each completion.
 
         Args:
             config: The run's reward configuration.
             prompts: One prompt per rollout.
             rewards: The rewards that prompts select, by name.
-            parts: What scores each part of the rewards, by name.
+            parts: Functions, judges and models of the rewards, by the name of their part.
             name: Name of the reward in messages.
             priority: Completions of rounds with a smaller number are scored first.
             cohorts: One number per rollout. The reward model scores those with the same number in
@@ -310,7 +310,7 @@ def measure_scores(
 
 
 def list_usages(items: Sequence[ScoredItem], *, judge: str) -> list[JudgeUsage]:
-    """Return what the scores of a judge took."""
+    """Return requests, tokens and time per score of a judge."""
     outcomes = [each.outcomes[judge] for each in items if judge in each.outcomes]
     return [each.usage for each in outcomes if each.usage is not None]
 

@@ -441,6 +441,7 @@ class ExpertRecorder:
         def record(
             _: nn.Module, __: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
         ) -> None:
+            # A router returns logits, weights and the ids of the chosen experts.
             self._choices[index] = output[2].to(torch.int16)
 
         return record

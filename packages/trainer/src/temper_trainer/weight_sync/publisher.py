@@ -69,7 +69,8 @@ class Publisher:
         """Send the actor's current weights under the next version and return metrics.
 
         Args:
-            canary: Compared afterwards if given.
+            canary: Tokens whose log-probs in engine and sampler are compared after the weights
+                were sent; None compares nothing.
 
         Raises:
             WeightError: If the weights are damaged or do not fit, the sampler reports another

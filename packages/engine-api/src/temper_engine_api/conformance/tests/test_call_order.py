@@ -169,7 +169,7 @@ def test_engine_without_optimizer_only_evaluates(
 
 
 def evaluate_frozen(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> torch.Tensor:
-    """Try every way to train; return log-probs."""
+    """Check that an engine without an optimizer refuses to train; return its log-probs."""
     engine = rank.temporary_engine(setup)
     engine.set_loss_fn(ClippedPpoProbe())
     local_batch = rank_slice(engine, batch, split=ONE_MICRO_BATCH)

@@ -236,8 +236,8 @@ def _renumber_groups(rollouts: list[Rollout]) -> list[Rollout]:
 def _merge_rounds(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
     """Merge the metrics of rounds: sum counts, take maxima, and average means and fractions.
 
-    The average is not weighted, because all rounds request equally many completions. A round
-    without a metric, such as one without prompts of an environment, does not count.
+    The average is not weighted, because all rounds request equally many completions. It leaves out
+    rounds that lack the metric: a round without prompts of an environment has none of its metrics.
     """
     merged: dict[str, float] = {}
     for name in dict.fromkeys(name for metrics in rounds for name in metrics):

@@ -1,7 +1,7 @@
-"""End a process at its deadline even if a call holds the GIL, so that none of its threads runs.
+"""End a process after a stop signal, even while a call holds the GIL and blocks all its threads.
 
-A second process waits for the signal and until the grace period ends. It writes one line, and
-then lets a thread of the C library end the first process with the documented exit code. Standard
+A second process waits for the signal, and then until the grace period ends. It writes one line and
+lets a thread of the C library end the first process with the documented exit code. Standard
 library only: the second process runs this file as a program.
 """
 
@@ -25,9 +25,9 @@ logger = logging.getLogger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 _POLL_S = 0.2
-"""Longest time that the second process runs after the death of the first one."""
+"""Interval at which the second process checks that the first one is alive."""
 _AFTER_DEADLINE_S = 0.5
-"""Time for the first process to still end itself, which flushes its output."""
+"""Time after the grace period in which the first process may end by itself and flush its output."""
 _KILL_AFTER_S = 1.0
 """Time after which a process that has not ended with its exit code is killed."""
 
