@@ -6,7 +6,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -18,6 +18,7 @@ from temper_engine_api.errors import WeightError
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.environment.agent_environment import AgentFactory, AgentTask, OpenAiAgent
+from temper_trainer.environment.gateway.chat_history import ChatHistory
 from temper_trainer.environment.gateway.gateway_server import MAX_BODY_BYTES, GatewayServer
 from temper_trainer.environment.gateway.responses import make_message
 from temper_trainer.environment.tool_calls import CallMarkers
@@ -229,6 +230,51 @@ def test_message_is_read_as_it_was_sampled_after_an_earlier_one_was_changed() ->
     conversation, _ = use_client(use, sampler=sampler)
     text = TOKENIZER.decode(conversation.request.prompt_tokens)
     assert text == "<user>changed<assistant>4+4=<eos><user>go<assistant>"
+
+
+class CountingTokenizer(PreTrainedTokenizerFast):
+    """A tokenizer that records how many tokens it decodes at a time."""
+
+    num_decoded: ClassVar[list[int]] = []
+
+    def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        self.num_decoded.append(len(token_ids))
+        return super().decode(token_ids, *args, **kwargs)
+
+
+def make_completion(tokens: Sequence[int]) -> Completion:
+    return Completion(
+        request_id=0,
+        tokens=tuple(tokens),
+        rollout_logprobs=(-1.0,) * len(tokens),
+        finish_reason=FinishReason.MAX_TOKENS,
+        weight_version=1,
+    )
+
+
+def test_long_conversation_is_not_decoded_for_each_request() -> None:
+    tokenizer = CountingTokenizer(
+        tokenizer_object=TOKENIZER.backend_tokenizer, eos_token=TOKENIZER.eos_token
+    )
+    history = ChatHistory(tokenizer=tokenizer, template=TEMPLATE)
+    messages = [{"role": "user", "content": "hi" * 5000}]
+    text = history.add(history.encode_chat(messages), make_completion(ids("abc")))
+    assert text.full == "abc"
+    assert max(tokenizer.num_decoded) < 100
+
+
+@pytest.mark.parametrize("before", ["", "ab" * 20, "€" * 20])
+def test_text_of_a_completion_may_begin_within_a_character(before: str) -> None:
+    history = ChatHistory(tokenizer=TOKENIZER, template=TEMPLATE)
+    tokens = apart(before + "€x")
+    for num_before in range(len(tokens) - 5, len(tokens)):
+        prompt = history.encode_prompt(tuple(tokens[:num_before]))
+        text = history.add(prompt, make_completion(tokens[num_before:])).full
+        both = [TOKENIZER.decode(tokens[:num_before]), TOKENIZER.decode(tokens)]
+        is_cut = not both[1].startswith(both[0])
+        assert text == (
+            TOKENIZER.decode(tokens[num_before:]) if is_cut else both[1].removeprefix(both[0])
+        )
 
 
 def test_logprobs_are_those_of_the_sampled_tokens() -> None:

@@ -16,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from temper_trainer.environment.gateway.chat_request import RequestError, parse_messages
 from temper_trainer.types import Completion, FinishReason
 
+_NUM_CONTEXT_TOKENS = 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedPrompt:
@@ -144,10 +146,13 @@ class ChatHistory:
 
     def _decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Return the text of tokens after others: some tokenizers drop a space at the beginning."""
-        start = str(self.tokenizer.decode(list(before)))
-        full = str(self.tokenizer.decode([*before, *tokens]))
-        if full.startswith(start):
-            return full[len(start) :]
+        # To decode a long conversation takes most of the time of a request. Its last tokens are
+        # enough, unless they begin within a character.
+        for context in (before[-_NUM_CONTEXT_TOKENS:], before):
+            start = str(self.tokenizer.decode(list(context)))
+            full = str(self.tokenizer.decode([*context, *tokens]))
+            if full.startswith(start) and ("\ufffd" not in start or context is before):
+                return full[len(start) :]
         return str(self.tokenizer.decode(list(tokens)))
 
 

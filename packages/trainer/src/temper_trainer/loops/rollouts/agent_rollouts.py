@@ -200,8 +200,9 @@ class AgentCalls:
             if each < 0 or (self.vocab_size is not None and each >= self.vocab_size)
         }
         # A model may have more ids than the tokenizer, and sample them.
-        unknown -= {each for call in self.finished for each in call.completion.tokens}
-        if unknown:
+        if unknown and (
+            unknown := unknown.difference(*(each.completion.tokens for each in self.finished))
+        ):
             raise InvalidAnswerError(
                 f"the agent requested a completion of token {min(unknown)}: send {expected}."
             )
