@@ -32,6 +32,7 @@ from temper_engine_fsdp.model.expert_routers import ExpertRouters, RouterLosses,
 from temper_engine_fsdp.model.float8_layers import convert_to_float8
 from temper_engine_fsdp.model.huggingface_model import (
     build_model,
+    check_weight_headers,
     read_attention_dropout,
     read_config,
 )
@@ -50,7 +51,6 @@ from temper_engine_fsdp.model.streaming_load import (
     use_meta_parameters,
 )
 from temper_engine_fsdp.model.token_mixers import check_no_sequence_parallel
-from temper_engine_fsdp.model.weight_headers import check_weight_headers
 from temper_engine_fsdp.model.weight_names import (
     find_model_files,
     hf_name,
