@@ -9,6 +9,7 @@ from temper_trainer import import_interrupt  # noqa: F401 - sets a hook for the 
 import argparse
 import atexit
 import difflib
+import errno
 import gc
 import logging
 import os
@@ -80,10 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # traceback when the interpreter exits.
         sys.stdout.flush()
         return code
-    except BrokenPipeError:
+    except BrokenPipeError as error:
         # The interpreter flushes standard output at its exit, which would raise the error once
         # more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if notes := getattr(error, "__notes__", []):
+            sentence = "the reader of the standard output has exited, and the run with it."
+            return _fail("\n".join([sentence, *notes]), code=EXIT_NO_READER)
         return EXIT_NO_READER
     except ConfigError as error:
         return _fail(f"configuration error:\n{error}", code=EXIT_WRONG_CONFIG)
@@ -301,7 +305,7 @@ def _train_with_lock(
                 f"interrupted; {advice}: {_format_resume_command(options)}", code=EXIT_INTERRUPTED
             )
         except OSError as error:
-            if error.errno in NO_SPACE and not getattr(error, "__notes__", []):
+            if error.errno in (*NO_SPACE, errno.EPIPE) and not getattr(error, "__notes__", []):
                 from temper_trainer.checkpoint.checkpoint_messages import NOTHING_SAVED
 
                 error.add_note(_find_last_save(loaded) or NOTHING_SAVED)

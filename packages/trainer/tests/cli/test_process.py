@@ -102,6 +102,22 @@ def test_exited_reader_of_the_output_leaves_no_traceback(tmp_path: Path) -> None
     assert (process.wait(timeout=60), errors) == (141, "")
 
 
+def test_run_whose_output_has_no_reader_names_the_saved_step(tmp_path: Path) -> None:
+    process = start(*TINY, "run.dir=out", cwd=tmp_path)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    with process.stderr:
+        errors = process.stderr.read()
+    assert process.wait(timeout=60) == 141
+    assert errors.splitlines()[-2:] == [
+        "the reader of the standard output has exited, and the run with it.",
+        "No checkpoint of this run was saved yet: run.resume=auto would start at step 1.",
+    ]
+    assert not (tmp_path / "out" / "run.lock").exists()
+
+
 def test_wrong_configuration_leaves_no_traceback(tmp_path: Path) -> None:
     code, out, err = run("task=dop", cwd=tmp_path)
     assert (code, out) == (2, "")

@@ -70,6 +70,17 @@ class ProgressBar:
             self._dashboard.advance(num_steps)
 
 
+class _Output(Console):
+    """Standard output."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled.
+
+        The base class raises SystemExit, with which the run would end without a message.
+        """
+        raise  # noqa: PLE0704 - called in an except block
+
+
 class RunLog(AbstractContextManager["RunLog"]):
     """The log of one run folder; as a context it closes its trackers.
 
@@ -109,7 +120,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         directory.mkdir(parents=True, exist_ok=True)
         self._directory = directory
         self._console = (
-            Console(soft_wrap=True, highlight=False, markup=False) if console is None else console
+            _Output(soft_wrap=True, highlight=False, markup=False) if console is None else console
         )
         self._has_bars = progress and self._console.is_terminal
         self._totals: dict[str, int] = {}
