@@ -68,6 +68,11 @@ _LATENT_HEADS: Mapping[str, object] = {
     # vLLM also takes it for the norms of latents, which have 1e-6 in transformers.
     "rms_norm_eps": 1e-6,
 }
+_PUBLISHED: Mapping[str, Mapping[str, object]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "qwen3_vl_moe": {"norm_topk_prob": True},
+}
+"""Fields of published files that vLLM reads, and that transformers no longer has."""
 _LINEAR_HEADS: Mapping[str, object] = {
     "head_dim": 64,
     "linear_key_head_dim": 64,
@@ -97,9 +102,7 @@ def widen(family: str) -> TinyModel:
     wide = {name: size for name, size in _WIDE.items() if name in known}
     fields = {**model.architecture, **wide, **heads}
     rope = fields.get("rope_parameters")
-    if family == "qwen3_vl_moe":
-        # A field of published files that vLLM reads, and that transformers no longer has.
-        fields["norm_topk_prob"] = True
+    fields |= _PUBLISHED.get(family, {})
     if family == "gpt_oss":
         fields["rope_parameters"] = _EXTENDED
     elif isinstance(rope, Mapping) and "mrope_section" in rope:
