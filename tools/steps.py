@@ -148,15 +148,18 @@ STEPS = (
         # FSDP1 steps and saves its state differently; their other tests are nightly. All layouts
         # share one session, because each session imports the engine in every rank. Each kind of
         # layer has one family of models here: sinks, soft-capping, latent attention with experts,
-        # linear attention, and Mamba. The session `families` runs the other families every night.
+        # linear attention, and Mamba. Three more families are compared without updates, exports
+        # and adapters. The session `families` runs everything every night.
         commands=_conformance_tests(
             "fsdp",
             *("--world-sizes", "1,2"),
             "--layouts",
             "fsdp1.2,sp2.2,head-chunks.1,no-reshard.2,fsdp1-replicated.2,replicated.2",
-            *("--families", "gpt_oss,gemma2,deepseek_v3,qwen3_5_text,nemotron_h"),
+            "--families",
+            "gpt_oss,gemma2,deepseek_v3,qwen3_5_text,nemotron_h,gemma3_text,glm4_moe,qwen3_next",
             expressions={
-                "[2-ranks": "test_",
+                "[2-ranks": "not ((gemma3_text or glm4_moe or qwen3_next) "
+                "and (updates or exported or adapter))",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_settings.py "
                 "or test_checkpoint.py and not failed_background_save",
                 "[fsdp1.2": "(test_update.py or test_optimizer.py or test_checkpoint.py) "
