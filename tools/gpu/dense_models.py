@@ -157,7 +157,7 @@ SHORTEST_S = 30.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Running:
+class RunningRow:
     """The processes of one row and their captured output."""
 
     row: Row
@@ -176,7 +176,7 @@ def count_gpus(row: Row) -> int:
     return 2 if row.model == "8B" and row.contender != "attention" else 1
 
 
-def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Running:
+def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> RunningRow:
     """Start the processes of a row."""
     environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTHONUNBUFFERED": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -197,10 +197,10 @@ def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Run
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
-    return Running(row=row, gpus=gpus, process=process, output=output)
+    return RunningRow(row=row, gpus=gpus, process=process, output=output)
 
 
-def finish_row(running: Running, options: argparse.Namespace, *, is_late: bool) -> None:
+def finish_row(running: RunningRow, options: argparse.Namespace, *, is_late: bool) -> None:
     """Append a row's output to the log, and add a row with the reason if it failed."""
     if is_late:
         # The row was started as a new session, so this also kills its rank processes.
@@ -232,7 +232,7 @@ def finish_row(running: Running, options: argparse.Namespace, *, is_late: bool) 
 def run_rows(rows: Sequence[Row], options: argparse.Namespace) -> None:
     """Run rows in parallel as far as GPUs and time allow."""
     deadline = time.monotonic() + options.budget_s
-    waiting, running = list(rows), list[Running]()
+    waiting, running = list(rows), list[RunningRow]()
     # A single GPU gets two slots, so that the second row imports its modules while the first one
     # runs; `--lock` keeps them from measuring at the same time.
     free = list(range(options.gpus)) if options.gpus > 1 else [0, 0]

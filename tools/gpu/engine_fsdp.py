@@ -186,7 +186,7 @@ TWO_GPU_WAVES: Mapping[str, Wave] = {
 """Jobs for a host with two GPUs; they run only if named with `--jobs`."""
 
 
-class Running:
+class RunningTask:
     """The processes of a task and their captured output."""
 
     def __init__(self, task: Task, *, gpus: Sequence[int], options: argparse.Namespace) -> None:
@@ -297,7 +297,7 @@ def provide_entry_points() -> Iterator[None]:
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:
     """Run tasks in parallel as far as GPUs are free; kill those that run when time is up."""
     deadline = time.monotonic() + limit_s
-    waiting, running, free = list(wave.tasks), list[Running](), list(range(options.gpus))
+    waiting, running, free = list(wave.tasks), list[RunningTask](), list(range(options.gpus))
     while waiting or running:
         for task in [t for t in waiting if t.gpus > options.gpus]:
             waiting.remove(task)
@@ -308,7 +308,7 @@ def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None
         while waiting and waiting[0].gpus <= len(free):
             task = waiting.pop(0)
             assigned, free = free[: task.gpus], free[task.gpus :]
-            running.append(Running(task, gpus=assigned, options=options))
+            running.append(RunningTask(task, gpus=assigned, options=options))
         time.sleep(0.2)
         is_late = time.monotonic() > deadline
         for current in [r for r in running if is_late or r.process.poll() is not None]:

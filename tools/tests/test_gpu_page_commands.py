@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu.page_commands import MODELS, PAGE, ROOT, get_setting, read_commands, summarize_memory
+from tools.gpu.gpu_page_commands import (
+    MODELS,
+    PAGE,
+    ROOT,
+    get_setting,
+    read_commands,
+    summarize_memory,
+)
 
 PAGES = (PAGE, "README.md")
 

@@ -1,6 +1,6 @@
 r"""Run the commands for GPUs of `docs/how-to/gpu.md` or the README, without downloads.
 
-    python -m tools.gpu.page_commands --out FOLDER --data FOLDER --rollout-python PYTHON \
+    python -m tools.gpu.gpu_page_commands --out FOLDER --data FOLDER --rollout-python PYTHON \
         [--page README.md] [--runs one-gpu,...] [--gpus 2,3] [--steps 4] [--override SETTING] \
         [--check]
 
