@@ -39,10 +39,10 @@ class Task:
     """One command and the number of GPUs that it reserves."""
 
     name: str
-    """Name of a job of `fsdp_jobs`, or of the row that reports how a command ended."""
+    """A job of `fsdp_jobs`; for a command, the name of the row with its exit status."""
     gpus: int = 1
     command: tuple[str, ...] = ()
-    """Arguments to Python; if empty, runs the job of `fsdp_jobs` with this name."""
+    """Arguments to Python; empty runs the job `name` of `fsdp_jobs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class RunningTask:
         )
 
     def end(self, *, is_late: bool, options: argparse.Namespace) -> None:
-        """Kill a late task, log its output, and add a row if it failed or was a command."""
+        """Kill a late task and log its output; add a row if the task failed or is a command."""
         if is_late:
             # The task was started as a new session, so this also kills its rank processes.
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -4,11 +4,11 @@ r"""Run the commands for GPUs of `docs/how-to/gpu.md` or the README, without dow
         [--page README.md] [--runs one-gpu,...] [--gpus 2,3] [--steps 4] [--override SETTING] \
         [--check]
 
-A `temper-train` command is read from the page and run in FOLDER as it is, with `run.total_steps`
-shortened and with the settings of `--override`. `--runs` names commands by their `run.dir`. Models
-of the names that the command mentions are written first, with the published shapes, random weights,
-and a tokenizer trained on the problems in `--data`, a folder with `train.jsonl` and `test.jsonl` of
-GSM8K. Random weights hardly ever end a completion, so every completion has the longest length.
+Each `temper-train` command is read from the page and run in FOLDER. Only `run.total_steps` and the
+settings of `--override` are changed. `--runs` selects commands by their `run.dir`. Before the runs,
+a model with the published shape and random weights is written for each model that the commands
+name. Its tokenizer is trained on the problems in `--data`, a folder with `train.jsonl` and
+`test.jsonl` of GSM8K. With random weights almost every completion reaches the token limit.
 
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer, and takes the place of
 `rollout-env/bin/python`. Rows with the medians of all steps but the first are appended to
@@ -49,7 +49,7 @@ _CHAT_TEMPLATE = (
 
 
 def read_commands(page: str = PAGE) -> dict[str, tuple[str, ...]]:
-    """Return the arguments of each `temper-train` with vLLM by the last part of its `run.dir`."""
+    """Return the arguments of each command with `rollout=vllm`, by the name of its run folder."""
     commands = {}
     for block in split_page((ROOT / page).read_text())[0]:
         for line in block.text.replace("\\\n", " ").splitlines():
@@ -65,10 +65,10 @@ def get_setting(words: Iterable[str], name: str) -> str:
 
 
 def write_model(folder: Path, card: str, texts: list[str]) -> None:
-    """Write a random model of the shape with a tokenizer of these texts, unless it exists."""
+    """Write a model with random weights and a tokenizer trained on the texts, unless it exists."""
     if folder.exists():
         return
-    # Renamed when it is complete, so that an interrupted start leaves no incomplete model.
+    # Written under another name and renamed at the end, so that no incomplete model is used.
     final, folder = folder, folder.with_name(f"{folder.name}.incomplete")
     config = transformers.AutoConfig.for_model(**dict(CARDS[card]))
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

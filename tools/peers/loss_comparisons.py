@@ -48,6 +48,7 @@ _VERL, _SLIME, _OPENRLHF = (
     "slime.utils.ppo_utils",
     "openrlhf.models.loss",
 )
+_VERL_DISTILLATION = "verl.trainer.distillation.fsdp.losses"
 _SEQUENCE_MEAN = Aggregation(mode=AggregationMode.SEQUENCE_MEAN_TOKEN_MEAN)
 
 
@@ -254,79 +255,59 @@ def list_loss_rows() -> list[Row]:
     clip = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.28}
     both = {"clip_low": 0.2, "clip_high": 0.28}
     divergence = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.08, "clip_ratio_c": 1.5}
-    return [
-        (
-            "verl",
-            _VERL,
-            "gspo",
-            _compare_with_verl(Gspo(**both), "gspo", settings=clip, aggregates_rows=True),
+    verl = {
+        "gspo": _compare_with_verl(Gspo(**both), "gspo", settings=clip, aggregates_rows=True),
+        "cispo": _compare_with_verl(Cispo(**both), "cispo", settings=clip),
+        "gmpo": _compare_with_verl(
+            Gmpo(**both),
+            "geo_mean",
+            settings=clip,
+            has_row_advantages=True,
+            aggregates_rows=True,
         ),
-        ("verl", _VERL, "cispo", _compare_with_verl(Cispo(**both), "cispo", settings=clip)),
-        (
-            *("verl", _VERL, "gmpo"),
-            _compare_with_verl(
-                Gmpo(**both),
-                "geo_mean",
-                settings=clip,
-                has_row_advantages=True,
-                aggregates_rows=True,
-            ),
+        "sapo": _compare_with_verl(
+            Sapo(positive_temperature=1.1, negative_temperature=1.3),
+            "sapo",
+            settings={"tau_pos": 1.1, "tau_neg": 1.3},
+            aggregates_rows=True,
         ),
-        (
-            *("verl", _VERL, "sapo"),
-            _compare_with_verl(
-                Sapo(positive_temperature=1.1, negative_temperature=1.3),
-                "sapo",
-                settings={"tau_pos": 1.1, "tau_neg": 1.3},
-                aggregates_rows=True,
-            ),
-        ),
-        *(
-            (
-                *("verl", _VERL, f"dppo {kind}"),
-                _compare_with_verl(
-                    Dppo(divergence=kind, clip_low=0.05, clip_high=0.08, max_ratio=1.5),
-                    f"dppo_{kind}",
-                    settings=divergence,
-                ),
+        **{
+            f"dppo {kind}": _compare_with_verl(
+                Dppo(divergence=kind, clip_low=0.05, clip_high=0.08, max_ratio=1.5),
+                f"dppo_{kind}",
+                settings=divergence,
             )
             for kind in ("tv", "kl")
+        },
+        # All candidates, because the choice among them is random.
+        "clip_cov, on-policy": _compare_with_verl(
+            ClipCov(**both, fraction=1.0, min_covariance=0.1, max_covariance=1.0),
+            "clip_cov",
+            is_on_policy=True,
+            settings=clip,
+            selection={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0},
         ),
-        (
-            *("verl", _VERL, "clip_cov, on-policy"),
-            # All candidates, because the choice among them is random.
-            _compare_with_verl(
-                ClipCov(**both, fraction=1.0, min_covariance=0.1, max_covariance=1.0),
-                "clip_cov",
-                is_on_policy=True,
-                settings=clip,
-                selection={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "clip_cov_ub": 1.0},
-            ),
+        "kl_cov, on-policy": _compare_with_verl(
+            KlCov(fraction=0.2, kl_cov_coef=0.7),
+            "kl_cov",
+            is_on_policy=True,
+            selection={"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7},
         ),
-        (
-            *("verl", _VERL, "kl_cov, on-policy"),
-            _compare_with_verl(
-                KlCov(fraction=0.2, kl_cov_coef=0.7),
-                "kl_cov",
-                is_on_policy=True,
-                selection={"kl_cov_ratio": 0.2, "ppo_kl_coef": 0.7},
-            ),
-        ),
-        ("verl", _VERL, "opo", _compare_opo),
-        ("verl", _VERL, "remax", _compare_remax),
-        ("verl", _VERL, "grpo_passk", _compare_grpo_passk),
-        ("verl", _VERL, "optimal_token_baseline", _compare_optimal_token_baseline),
-        (
-            *("verl", "verl.trainer.distillation.fsdp.losses", "forward_kl without tail"),
-            _compare_forward_kl,
-        ),
-        ("slime", _SLIME, "opsm", _compare_opsm),
-        ("slime", _SLIME, "k3_ratio", _compare_unbiased_kl),
-        ("openrlhf", _OPENRLHF, "dpo", _compare_pairs(Dpo(beta=0.3))),
-        (
-            *("openrlhf", _OPENRLHF, "dpo with label smoothing"),
-            _compare_pairs(Dpo(beta=0.3, label_smoothing=0.2)),
-        ),
-        ("openrlhf", _OPENRLHF, "ipo", _compare_pairs(Ipo(beta=0.3), uses_means=True)),
-        ("openrlhf", _OPENRLHF, "reward model with margin", _compare_reward_model),
+        "opo": _compare_opo,
+        "remax": _compare_remax,
+        "grpo_passk": _compare_grpo_passk,
+        "optimal_token_baseline": _compare_optimal_token_baseline,
+    }
+    slime = {"opsm": _compare_opsm, "k3_ratio": _compare_unbiased_kl}
+    openrlhf = {
+        "dpo": _compare_pairs(Dpo(beta=0.3)),
+        "dpo with label smoothing": _compare_pairs(Dpo(beta=0.3, label_smoothing=0.2)),
+        "ipo": _compare_pairs(Ipo(beta=0.3), uses_means=True),
+        "reward model with margin": _compare_reward_model,
+    }
+    return [
+        *(("verl", _VERL, name, compute) for name, compute in verl.items()),
+        ("verl", _VERL_DISTILLATION, "forward_kl without tail", _compare_forward_kl),
+        *(("slime", _SLIME, name, compute) for name, compute in slime.items()),
+        *(("openrlhf", _OPENRLHF, name, compute) for name, compute in openrlhf.items()),
     ]
