@@ -227,7 +227,7 @@ def _read_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def render_page(verdicts: Sequence[tuple[str, str, dict[str, str]]]) -> str:
-    """Return the page with the table of what `--check` said."""
+    """Return the page with the results of `--check` per model and engine."""
     rows = [
         "# The models that launch files name most",
         "",

@@ -190,7 +190,7 @@ class LoraAdapter:
             parameter.local_shard().copy_(parameter.take_shard(tensors[name]))
 
     def check_base_weights(self, has_weights: bool, *, directory: str) -> None:
-        """Check before loading a checkpoint that the base weights will match the adapter.
+        """Check before a load that base weights match the adapter; record if they were replaced.
 
         Args:
             has_weights: True if the checkpoint contains base weights.

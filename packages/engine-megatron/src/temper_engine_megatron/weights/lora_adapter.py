@@ -124,10 +124,10 @@ class LoraAdapter:
         self.state.load_weights(NamedWeight(name, tensor) for name, tensor in tensors.items())
 
     def check_base_weights(self, has_weights: bool, *, directory: str) -> None:
-        """Check before loading a checkpoint that the base weights will match the adapter.
+        """Check before a load that base weights match the adapter; record if they were replaced.
 
         Args:
-            has_weights: Whether the checkpoint contains base weights.
+            has_weights: True if the checkpoint contains base weights.
             directory: Directory of the checkpoint.
 
         Raises:

@@ -129,8 +129,8 @@ class CheckpointWriter:
             CheckpointError: If the save failed.
         """
         # The loop logs the step between this call and `save`. If `save` waited instead, a run that
-        # is killed while it waits would compute one more logged step again. With save_every=1 it
-        # is one step at most.
+        # is killed during the wait would have to repeat this logged step, too. With save_every=1 a
+        # killed run thus repeats one logged step at most.
         if is_save_due or (
             self._pending is not None
             and all(role.has_written_part() for role in self._roles.values())

@@ -90,10 +90,10 @@ class OpenAiAgent:
         function: str | None = None,
         variables: str = "",
     ) -> "AgentFactory":
-        """Return what makes the agents of a run.
+        """Return the factory of a run's agents.
 
         Args:
-            config: Gives the texts around a call of a tool.
+            config: Settings of the environment, with the texts around a call of a tool.
             tokenizer: Tokenizer of the policy.
             chat_template: Chat template of the run; None is that of the tokenizer.
             address: IPv4 address on which the endpoint listens.
@@ -173,10 +173,10 @@ class AgentProgram:
         Raises:
             AgentFailedError: If it ends with another status than 0.
         """
-        # Before the program starts: a task that is no JSON fails the rollout.
+        # Encode the task before the program starts: one that JSON cannot hold fails the rollout.
         line = _encode_task(task)
-        # Not a process of asyncio, which waits for it at its end: its group could then not be
-        # killed any more, because other processes may get its id.
+        # asyncio is not used, because it reaps a process as soon as it ends. The process id may
+        # then belong to another process, and killing the process group would be unsafe.
         process = subprocess.Popen(
             self.command,
             stdin=subprocess.PIPE,
@@ -186,7 +186,7 @@ class AgentProgram:
             start_new_session=True,
         )
         async with asyncio.TaskGroup() as tasks:
-            # They must be read while the program runs, or it would wait for that.
+            # Read both while the program runs: it would block if a pipe were full.
             streams = [
                 tasks.create_task(_read_end(each)) for each in (process.stdout, process.stderr)
             ]
@@ -195,13 +195,14 @@ class AgentProgram:
                     _threads.start(_write, process.stdin, line)
                     await _threads.call(has_ended, process, is_waiting=True)
             finally:
-                # Its children too, which may hold its streams open.
+                # Also kill its children, which may keep its streams open.
                 kill_group(process.pid)
                 end = _threads.start(process.wait)
                 self._ends.add(end)
                 end.add_done_callback(self._ends.discard)
         output, errors = (each.result() for each in streams)
-        # At once, because it has ended. To await `end` here would cancel it with this rollout.
+        # The program has ended, so this returns at once. Awaiting `end` instead would cancel it
+        # together with this rollout.
         if status := process.wait():
             raise AgentFailedError(
                 f"the agent of prompt {task.prompt.prompt_id} ({task.prompt.location}) ended with "
@@ -250,7 +251,7 @@ def _encode_task(task: AgentTask) -> bytes:
 
 
 def _write(stream: IO[bytes] | None, line: bytes) -> None:
-    """Write a line to a program, which need not read it."""
+    """Write a line to a program; do nothing if the program has closed its input."""
     assert stream is not None
     # Closing the stream writes what is left in its buffer.
     with contextlib.suppress(BrokenPipeError), stream:

@@ -22,8 +22,8 @@ class GymnasiumEnvironment(TextEnvironment):
     """One `gymnasium.Env`. The observation after its reset follows the prompt.
 
     An action of a `Text` space is the text of the completion, without spaces at its ends. Actions
-    of other spaces are written as JSON, such as ``2`` or ``[0.5, 1.0]``. One that is not in the
-    space gets an error message as the answer, and the environment makes no step.
+    of other spaces are written as JSON, such as ``2`` or ``[0.5, 1.0]``. If an action is not in the
+    space, the answer is an error message, and the environment makes no step.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class GymnasiumEnvironment(TextEnvironment):
         await self._call(self._environment.close)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        # In a thread, because a step may take long.
+        # Call it in a thread, because a step may take long.
         return await _threads.call(function)
 
 
@@ -90,7 +90,7 @@ def parse_action(text: str, *, space: "gymnasium.Space[Any]") -> object:
     """Return the action that a text names.
 
     Raises:
-        ValueError: If it names none of the space.
+        ValueError: If the text names no action of the space.
     """
     text = text.strip()
     message = f"{text!r} is not an action of {space}"
@@ -114,7 +114,7 @@ def format_observation(observation: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a number or array of numpy as what JSON can write."""
+    """Convert a number or array of numpy to a value that JSON can write."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"an observation has a value of type {type(value).__name__}: return text")

@@ -38,7 +38,7 @@ class McpServer:
     """A server process, started with the first call and again after it has ended."""
 
     def __init__(self, command: str) -> None:
-        """Start nothing yet; `command` is split like a line of a shell."""
+        """Store the command, which is split like a line of a shell; the first call starts it."""
         self._command = shlex.split(command)
         self._client: asyncio.Future[Client] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

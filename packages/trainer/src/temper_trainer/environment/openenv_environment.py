@@ -51,7 +51,7 @@ class OpenenvEnvironment(TextEnvironment):
         action_field: str = "",
         observation_field: str = "",
     ) -> None:
-        """Connect to nothing yet.
+        """Create the environment of one rollout; `open` connects to the server.
 
         Args:
             config: Settings of the run's environment.

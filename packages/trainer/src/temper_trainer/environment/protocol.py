@@ -102,7 +102,7 @@ class SampleFunction(Protocol):
         Raises:
             RolloutLimitError: If the rollout may have no further completion, or none so long. What
                 the agent raises afterwards is not counted as a failure.
-            InvalidAnswerError: If there is no token, or a token id does not exist.
+            InvalidAnswerError: If `tokens` is empty, or a token id does not exist.
             RefusedRequestError: If the sampler cannot complete the request. It may complete
                 others.
         """
@@ -148,7 +148,7 @@ def check_answer(
 
     Raises:
         InvalidAnswerError: If it is something else, its reward is not finite, a token id does not
-            exist, or a metric is no number.
+            exist, or a metric is not a number.
     """
     if not isinstance(answer, kind):
         raise InvalidAnswerError(
@@ -187,5 +187,5 @@ def describe_token_ids(vocab_size: int | None) -> str:
 EnvironmentFactory = Callable[[], Environment | AgentEnvironment]
 """Creates the environment of one rollout.
 
-A factory may have a coroutine method ``close``, which ends what its environments share.
+A factory may have a coroutine method ``close``, which ends processes that its environments share.
 """

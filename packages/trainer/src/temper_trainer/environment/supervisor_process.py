@@ -1,4 +1,4 @@
-"""Start the process that watches programs of the policy, and hand programs over to it."""
+"""Start the process that watches the policy's programs, and tell it which programs to watch."""
 
 import atexit
 import json
@@ -35,7 +35,7 @@ class Supervisor:
                 stdin=remote.fileno(),
                 stdout=subprocess.DEVNULL,
                 env={},
-                # So that Ctrl-C in the terminal does not end it before the programs.
+                # A new session, so that Ctrl-C in the terminal does not end it before the programs.
                 start_new_session=True,
             )
 
@@ -54,7 +54,7 @@ class Supervisor:
     def watch(
         self, process_id: int, *, limits: Limits, status_files: Sequence[int]
     ) -> Iterator["Watch"]:
-        """Hand a process over, before it has read what program to run.
+        """Let the supervisor watch a process, which has not read its program yet.
 
         Args:
             process_id: A child that this process has not waited for.

@@ -34,8 +34,8 @@ class TextObservation:
 class TextEnvironment(ABC):
     """An Environment whose subclasses read and write text. Its methods run in one event loop.
 
-    A subclass defines `open` and `respond`. What blocks belongs into ``asyncio.to_thread``, because
-    it would hold up all other rollouts.
+    A subclass defines `open` and `respond`. Run blocking code with ``asyncio.to_thread``: it would
+    delay all other rollouts.
     """
 
     def __init__(self, *, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -68,7 +68,7 @@ class TextEnvironment(ABC):
     def _encode(self, response: TextObservation) -> Observation:
         """Encode the text between the markers, shortened so that it fits with both of them."""
         config, limit = self.config, self.config.max_observation_tokens
-        # A tokenizer refuses half of a surrogate pair, which JSON of a policy may have.
+        # A tokenizer refuses half of a surrogate pair, which the policy may write in JSON.
         text = response.text.encode(errors="replace").decode()
         start, body, end = (
             self.tokenizer(each, add_special_tokens=False)["input_ids"]

@@ -1,6 +1,6 @@
-"""Create environments; those built in have one tool that the policy calls by text.
+"""Create environments. The built-in ones have one tool, which the policy calls by writing text.
 
-The call is found in the decoded completion. The answer is tokenized separately and appended.
+The call is searched in the decoded completion. Its answer is tokenized and appended.
 """
 
 from collections.abc import Callable, Sequence
@@ -140,7 +140,7 @@ def make_environment_factory(
             **config.arguments,
         )
         return agents
-    # A class whose objects share something, such as a server, makes its factory itself.
+    # A class whose objects share something, such as a server, provides its own factory.
     make_factory = getattr(user_class, "make_factory", None)
     if make_factory is not None:
         factory: EnvironmentFactory = make_factory(
@@ -154,7 +154,7 @@ def make_environment_factory(
         )
         return environment
 
-    # Created once now, so that wrong arguments are found before the first rollout.
+    # Create one now, so that wrong arguments are found before the first rollout.
     try:
         make()
     except TypeError as error:

@@ -144,7 +144,8 @@ class AsyncSampler:
         """
         if self._replay is not None:
             if self._replay.is_cancelled(request):
-                await asyncio.Event().wait()  # until the caller gives it up again
+                # Wait until the caller cancels this request, as it did in the recorded run.
+                await asyncio.Event().wait()
             return self._replay.find(request)
         try:
             completion = pack_completion(

@@ -1,8 +1,8 @@
 """Turn the messages of an agent into tokens that continue what the policy has sampled.
 
 An agent sends all messages of the conversation with each request, as text. Tokenizing the full text
-could give different tokens than the policy has sampled. So if the text begins with the text of an
-earlier request and its completion, the tokens of these are used, and only the rest is tokenized.
+could give different tokens than the policy has sampled. If the text begins with an earlier request
+and its completion, their tokens are therefore used again, and only the rest is tokenized.
 """
 
 import json
@@ -76,7 +76,7 @@ class ChatHistory:
         return self.encode_text(text)
 
     def encode_text(self, text: str) -> EncodedPrompt:
-        """Return the tokens of a text, with those of the longest earlier beginning."""
+        """Return a text with its tokens; reuse those of the longest earlier text at its start."""
         read = max(
             (each for each in self._read if text.startswith(each.text)),
             key=lambda each: len(each.text),
@@ -86,10 +86,10 @@ class ChatHistory:
         return EncodedPrompt(text=text, tokens=(*read.tokens, *rest))
 
     def encode_prompt(self, prompt: str | tuple[int, ...]) -> EncodedPrompt:
-        """Return the tokens of a text, or those that are given.
+        """Return a prompt with its tokens; a prompt may be text or token ids.
 
         Raises:
-            RequestError: If a token does not exist, and was not sampled either.
+            RequestError: If a token id is neither the tokenizer's nor was sampled.
         """
         if isinstance(prompt, str):
             return self.encode_text(prompt)
@@ -146,8 +146,8 @@ class ChatHistory:
 
     def _decode_after(self, before: Sequence[int], tokens: Sequence[int]) -> str:
         """Return the text of tokens after others: some tokenizers drop a space at the beginning."""
-        # To decode a long conversation takes most of the time of a request. Its last tokens are
-        # enough, unless they begin within a character.
+        # Decoding a long conversation would take most of the request's time. The last tokens are
+        # enough, unless the first of them begins within a character.
         for context in (before[-_NUM_CONTEXT_TOKENS:], before):
             start = str(self.tokenizer.decode(list(context)))
             full = str(self.tokenizer.decode([*context, *tokens]))

@@ -156,7 +156,7 @@ class GatewayServer:
         """Return a handler that finds the session, and writes errors in OpenAI's format."""
 
         async def handle(request: web.Request) -> web.StreamResponse:
-            # Before the body is read.
+            # Find the session before reading the body, so that strangers cannot send large ones.
             session = self._find_session(request.headers.get("Authorization", ""))
             if session is None:
                 message = "the API key belongs to no open session: use the one of this rollout"

@@ -152,7 +152,7 @@ def make_message(text: str, *, markers: CallMarkers | None, call_id: str) -> dic
 
 
 def get_finish_reason(completion: Completion) -> str:
-    """Return the reason in OpenAI's words."""
+    """Return the finish reason by its name in OpenAI's API."""
     return "length" if completion.finish_reason == FinishReason.MAX_TOKENS else "stop"
 
 
