@@ -1,6 +1,8 @@
 """Leftovers of dead processes in shared memory and temporary folders, and their removal."""
 
+import errno
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -67,6 +69,18 @@ def test_each_folder_outside_of_the_run_folder_names_its_process(
 def test_folder_of_a_killed_check_is_removed_by_the_next_one(tmp_path: Path) -> None:
     (tmp_path / ".temper-check-1-0a").mkdir()
     assert find_write_error(tmp_path / "run") is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_takes_a_folder_but_no_file_cannot_be_written(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))  # a full disk would need root
+    try:
+        error = find_write_error(tmp_path / "run")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert error is not None
+    assert error.errno == errno.EFBIG
     assert list(tmp_path.iterdir()) == []
 
 

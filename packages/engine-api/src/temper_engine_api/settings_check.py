@@ -18,12 +18,13 @@ logger = logging.getLogger(__name__)
 
 _PROBE = ".temper-check-"
 """Name prefix for folders that are made only to check that this is possible."""
+_PROBE_FILE = "data"
 
 
 def find_write_error(folder: str | Path) -> OSError | None:
     """Return the error that creating or writing a folder would raise, or None.
 
-    It creates an empty folder there, or in the nearest parent that exists, and removes it again.
+    It creates a folder with a file there, or in the nearest parent that exists, and removes both.
     Reading the permissions would not be enough: they do not apply to root, and some file systems,
     such as /proc, accept no files.
     """
@@ -34,18 +35,28 @@ def find_write_error(folder: str | Path) -> OSError | None:
         except (FileNotFoundError, NotADirectoryError):
             while not os.path.lexists(parent):
                 parent = parent.parent
-        # A process that was killed right here left an empty folder. Removing that of a living
-        # process does it no harm either.
+        # A process that was killed right here left its folder. Removing that of a living process
+        # does it no harm either.
         for left in parent.glob(f"{_PROBE}*"):
-            with contextlib.suppress(OSError):  # another user's, not empty, or already removed
-                left.rmdir()
+            _remove_probe(left)
         probe = parent / f"{_PROBE}{os.getpid()}-{uuid.uuid4().hex[:8]}"
         probe.mkdir(mode=0o700)
-        with contextlib.suppress(FileNotFoundError):  # removed by another process
-            probe.rmdir()
+        try:
+            with contextlib.suppress(FileNotFoundError):  # removed by another process
+                # Some full disks have room for an entry of a folder, but not for a block.
+                (probe / _PROBE_FILE).write_bytes(bytes(4096))
+        finally:
+            _remove_probe(probe)
         return None
     except OSError as error:
         return error
+
+
+def _remove_probe(folder: Path) -> None:
+    """Remove a folder of `find_write_error`, unless it has other files or is another user's."""
+    with contextlib.suppress(OSError):
+        (folder / _PROBE_FILE).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def check_number_ranges(config: object, *, source: str) -> None:

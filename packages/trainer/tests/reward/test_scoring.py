@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from packages.trainer.tests.process_groups_for_tests import check_group_ids, needs_waitid
+from packages.trainer.tests.reward.functions_for_tests import follow_text
 from temper_engine_api.errors import ConfigError
 from temper_trainer import redaction
 from temper_trainer.config.reward import RewardConfig, RewardFunctionConfig
 from temper_trainer.reward import reward_processes
+from temper_trainer.reward.builtin_rewards import gsm8k_strict
 from temper_trainer.reward.registry import register_reward
-from temper_trainer.reward.reward_calls import Item
+from temper_trainer.reward.reward_calls import Item, RewardCall
 from temper_trainer.reward.scoring import Scorer
 from temper_trainer.reward.scoring_round import RewardFailureError
 from temper_trainer.types import Prompt
@@ -252,6 +254,20 @@ def test_more_failures_than_accepted_stop_the_run_with_the_first_traceback() -> 
             "reward/timeout": 0.0,
             "reward/not_finite": 1.0,
         }
+
+
+def test_traceback_of_a_failure_begins_in_the_function() -> None:
+    (item,) = items("raise")
+    trace = RewardCall(function=follow_text, arguments={})(item).trace
+    assert trace.count('File "') == 1
+    assert trace.endswith("RuntimeError: no reward for #### 2\n")
+
+
+def test_bad_row_of_a_built_in_reward_has_a_message_without_traceback() -> None:
+    prompt = Prompt(prompt_id=0, text="?", tokens=(1,), answer="two", location="file:0")
+    outcome = RewardCall(function=gsm8k_strict, arguments={})((prompt, "two"))
+    assert "'two', but must be a number" in outcome.message
+    assert outcome.trace == ""
 
 
 def test_log_messages_in_a_worker_process_hide_secrets(

@@ -4,7 +4,12 @@ import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 
+from temper_engine_api.errors import TemperError
 from temper_trainer.types import Prompt
+
+
+class AnswerError(TemperError, ValueError):
+    """A row's reference answer is not of the kind that a built-in reward compares."""
 
 
 def exact_match(prompt: Prompt, completion_text: str) -> float:
@@ -58,7 +63,7 @@ def extract_reference(prompt: Prompt) -> str:
 def _parse_reference(prompt: Prompt) -> Decimal:
     answer = extract_reference(prompt)
     if not _ANY_NUMBER.fullmatch(answer):
-        raise ValueError(
+        raise AnswerError(
             f"the reference answer of prompt {prompt.prompt_id} ({prompt.location}) is {answer!r}, "
             "but must be a number: correct the row, or choose another reward for it."
         )
@@ -86,7 +91,7 @@ def math_verify(prompt: Prompt, completion_text: str) -> float:
     # The parser only looks for LaTeX within delimiters, which a bare reference does not have.
     gold = parse(f"${reference}$", parsing_timeout=None) or parse(reference, parsing_timeout=None)
     if not gold:
-        raise ValueError(
+        raise AnswerError(
             f"the reference answer of prompt {prompt.prompt_id} ({prompt.location}) is "
             f"{reference!r}, which math-verify cannot parse: correct the row."
         )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol
 
+from temper_engine_api.errors import TemperError
 from temper_trainer.config.reward import Argument
 from temper_trainer.progress import advance_progress
 from temper_trainer.redaction import redact_secrets
@@ -47,7 +48,9 @@ class Outcome:
     message: str = ""
     """One line that describes the failure."""
     trace: str = ""
-    """Traceback, if the function raised."""
+    """Traceback from the function on, if it raised; empty for errors of Temper, which explain
+    themselves.
+    """
     seconds: float = 0.0
     """Time that the call took."""
     num_retries: int = 0
@@ -109,7 +112,7 @@ class RewardCall:
             return Outcome(
                 kind=FailureKind.EXCEPTION,
                 message=f"{reason} (prompt {prompt.prompt_id}, {prompt.location})",
-                trace=traceback.format_exc(),
+                trace=_format_trace(error),
             )
         if not isinstance(value, numbers.Real) or not math.isfinite(value):
             message = (
@@ -118,6 +121,14 @@ class RewardCall:
             message += f" (prompt {prompt.prompt_id}, {prompt.location})"
             return Outcome(kind=FailureKind.NOT_FINITE, message=message)
         return Outcome(reward=float(value))
+
+
+def _format_trace(error: BaseException) -> str:
+    if isinstance(error, TemperError) or error.__traceback__ is None:
+        return ""
+    # Without the frame of `_score`, which tells a user nothing.
+    frames = error.__traceback__.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
 
 
 def make_timeout_outcome(item: Item, *, timeout_s: float) -> Outcome:

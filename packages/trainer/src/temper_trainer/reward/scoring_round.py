@@ -256,7 +256,7 @@ class ScoringRound:
             f"{num_failed} of {num_items} calls of {self._name} failed ({counts}){not_made}: more "
             f"than reward.max_failure_fraction = {self._config.max_failure_fraction}. The "
             f"first: {first.kind}: {first.message}. Correct the reward, or allow more failures or "
-            f"time (reward.timeout_s).\n{first.trace}"
+            f"time (reward.timeout_s).\n{first.trace}".rstrip()
         )
 
 

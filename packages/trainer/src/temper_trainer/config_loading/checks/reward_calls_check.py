@@ -68,4 +68,6 @@ def _call(config: RewardConfig, name: str, row: Row) -> str | None:
     calls = CallRound(num_items=1, max_failures=1, timeout_s=config.timeout_s)
     item = (prompt, row.answer)
     outcome = asyncio.run(scoring.score(item, calls=calls, priority=(0, 0))).redact()
-    return None if outcome.kind is None else f"{outcome.kind}: {outcome.message}\n{outcome.trace}"
+    if outcome.kind is None:
+        return None
+    return f"{outcome.kind}: {outcome.message}\n{outcome.trace}".rstrip()
