@@ -68,6 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # the time of the imports, so `_train` turns it on again, and as long again at exit.
         gc.disable()
         atexit.register(gc.freeze)
+    _open_closed_streams()
     redact_standard_streams()
     configure_logging()
     options = _parse(sys.argv[1:] if arguments is None else arguments)
@@ -105,6 +106,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"interrupted before the run was started, start again with: {_format_command(options)}",
             code=EXIT_INTERRUPTED,
         )
+
+
+def _open_closed_streams() -> None:
+    """Open the standard streams that are closed, as some programs leave them.
+
+    Otherwise the first files of the run get the numbers of these streams, and whatever C libraries
+    and child processes print goes into them.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # It gets the lowest free number, which is that of the stream.
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - open until the exit
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,6 +101,17 @@ def test_exited_reader_of_the_output_leaves_no_traceback(tmp_path: Path) -> None
     with process.stderr:
         errors = process.stderr.read()
     assert (process.wait(timeout=60), errors) == (141, "")
+
+
+def test_closed_standard_streams_are_opened_before_any_file_gets_their_numbers() -> None:
+    program = (
+        "import os, sys\nfrom temper_trainer.__main__ import main\n"
+        "code = main(['--version'])\n"
+        "names = {os.readlink(f'/proc/self/fd/{i}') for i in range(3)}\n"
+        "os._exit(code or names != {'/dev/null'})\n"
+    )
+    shell = f"{shlex.join([sys.executable, '-c', program])} <&- >&- 2>&-"
+    assert subprocess.run(["sh", "-c", shell], timeout=60, check=False).returncode == 0
 
 
 def test_run_whose_output_has_no_reader_names_the_saved_step(tmp_path: Path) -> None:
