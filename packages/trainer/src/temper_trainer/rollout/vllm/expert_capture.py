@@ -46,7 +46,7 @@ def _observe(module: MoERunner, *, capture: Capture) -> None:
     def run(
         layer: torch.nn.Module, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None
     ) -> Tensor:
-        # Chosen a second time with the same function and arguments, so the choice is the same.
+        # Choose again: the same function with the same arguments makes the same choice.
         _, experts = select_experts(
             hidden_states=x,
             router_logits=router_logits,

@@ -95,13 +95,13 @@ class AddressWatch:
         connect: Callable[[str], RemoteServer],
         interval_s: float,
     ) -> None:
-        """Watch nothing yet.
+        """Store the servers; `start` begins to watch the list.
 
         Args:
             read_addresses: Returns the current list.
             connected: Servers that the sampler has from the start.
             connect: Creates a server without starting it.
-            interval_s: Time between two looks at the list.
+            interval_s: Time between two reads of the list.
         """
         self._read_addresses = read_addresses
         self._connected = {server.address: server for server in connected}
@@ -133,7 +133,7 @@ class AddressWatch:
             try:
                 self._update(sampler)
             except Exception:
-                # Otherwise servers could neither join nor leave any more, and no one would know.
+                # Continue: without this thread, servers could neither join nor leave any more.
                 logger.exception("the list of servers could not be applied; it is tried again")
 
     def _update(self, sampler: "VllmSampler") -> None:
@@ -141,7 +141,7 @@ class AddressWatch:
         try:
             addresses = self._read_current()
         except OSError as error:
-            # It may be replaced at this moment.
+            # The file may just be replaced by a new one.
             logger.warning("the addresses of servers cannot be read: %s", error)
             return
         for address, attempt in list(self._joining.items()):
@@ -152,11 +152,12 @@ class AddressWatch:
         members = set(map(id, sampler.replicas))
         missing = self._connected.keys() - set(addresses)
         for address, server in list(self._connected.items()):
-            # Twice, because a file may be read while it is written.
+            # Two lists must lack it, because one may have been read while the file was written.
             if address in missing & self._missing:
                 self._threads.start(sampler.remove, server)
                 del self._connected[address]
-            # One that cannot receive weights would be refused again.
+            # Forget a server that has left, so that it can connect again. One that cannot receive
+            # weights is not forgotten, because it would be refused again.
             elif id(server) not in members and not sampler.has_refused(server):
                 server.close()
                 del self._connected[address]

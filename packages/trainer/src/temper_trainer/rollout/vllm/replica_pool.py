@@ -48,10 +48,9 @@ class Member:
     num_restarts: int = 0
     """Restarts so far.
 
-    A failed call is the first that notices a death only if this number is the same as when the call
-    was sent."""
+    A failed call reports a new death only if this number has not changed since it was sent."""
     start: "Future[None] | None" = None
-    """Start in another thread, until the weights that follow it are loaded."""
+    """Start in another thread; None after it has finished and weights were loaded."""
 
 
 class ReplicaPool:
@@ -164,13 +163,13 @@ class ReplicaPool:
         self.num_changes += 1
         self._changed.notify_all()
         logger.info("%s has joined the run", replica.name)
-        # This is the watch thread, which loads nothing: with some transports the actor would have
-        # to send the weights again, and it may be training.
+        # The watch thread runs this, and must not load weights: with some transports the actor
+        # would have to send them again, and it may be training.
         if not self.ready and self.last_load is None and not self.weights_are_lost:
             self.set_state(member, MemberState.READY)
 
     def _load_waiting(self) -> None:
-        """Load the last weights into waiting servers; those that cannot load them have left."""
+        """Load the last weights into waiting servers; remove those that fail."""
         if self.last_load is None or self.weights_are_lost:
             return
         for member in self.receivers:

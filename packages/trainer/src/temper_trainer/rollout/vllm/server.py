@@ -114,7 +114,8 @@ class ServerLoop:
                 self._engine.add((number, index), request)
         except Exception:
             del self._sampling[number]
-            self._engine.interrupt(number)  # those before the one that was refused
+            # The engine has already accepted the requests before the refused one.
+            self._engine.interrupt(number)
             raise
         if not requests:
             self._answer(number, "sample", self._sampling.pop(number))
@@ -134,9 +135,9 @@ class ServerLoop:
         self._write(message)
 
     def _send_heartbeats(self) -> None:
-        # In a thread, because loading weights or a long prompt to score blocks the main thread for
-        # minutes. But a step takes seconds: the heartbeat stops in one that hangs. Between two
-        # steps, `run` sends messages by itself.
+        # Run in a thread, because the main thread may load weights or score a long prompt for
+        # minutes. An engine step takes seconds. No heartbeat is sent during it, so that the trainer
+        # notices a step that hangs. Between two steps, `run` itself sends messages.
         while True:
             time.sleep(_HEARTBEAT_INTERVAL_S)
             if not self._is_in_step:

@@ -15,9 +15,9 @@ from temper_engine_api.process_folders import SHARED_MEMORY, claim_shared_memory
 logger = logging.getLogger(__name__)
 
 CLAIM_INTERVAL_S = 5.0
-"""Time between two looks for shared memory while a server starts, which takes minutes."""
+"""Time between two scans of shared memory while a server starts, which takes minutes."""
 SCAN_TIMEOUT_S = 2.0
-"""Time to look for shared memory before a group is killed, and before a server is ready."""
+"""Time limit of a scan of shared memory before a group is killed or a server is ready."""
 _SEMAPHORES = "sem.mp-*"
 """Files of the locks of Python's multiprocessing. Its resource tracker removes them, unless it is
 killed, too.
@@ -56,8 +56,8 @@ def claim_worker_memory(folder: Path) -> Iterator[None]:
     """Let the shared memory that workers make in the body be removed with a folder of the trainer.
 
     `kill_server_group` finds only what living processes map, and only if a busy host lets it look
-    in time. Neither is so if all processes of the group are killed at once. A claim that fails is
-    logged, and the server starts without it.
+    in time. It finds nothing if all processes of the group are killed at once. A claim that fails
+    is logged, and the server starts without it.
     """
     group, is_over = os.getpgrp(), threading.Event()
 
@@ -178,7 +178,7 @@ def _find_semaphores() -> dict[_File, Path]:
 
 
 def _is_of_worker(path: Path, *, file: _File) -> bool:
-    """Return True if a path is still the mapped file, and workers give files such a name.
+    """Return True if a path is still the mapped file and has a name as vLLM's workers choose it.
 
     Everything else in /dev/shm belongs to the user, such as a model that was copied there.
     """

@@ -308,7 +308,7 @@ class VllmSampler:
             WeightError: If a replica refused the weights.
         """
         with self._lock:
-            # A server that dies before all have the weights can't reload them.
+            # A server that dies before all servers have the weights cannot load them again.
             self._pool.last_load, self._pool.weights_are_lost = None, True
             receivers = self._pool.receivers
             futures = [receive(member.replica) for member in receivers]
@@ -452,8 +452,8 @@ class VllmSampler:
                 replica.call("cached_version").result()
             except ReplicaError:
                 return False  # it may join again when it has been started again
-            # First, because AddressWatch reads both without the lock, and connects again a server
-            # that is in neither.
+            # Add it to `_refused` first: AddressWatch reads both lists without the lock, and would
+            # reconnect a server that is in neither.
             self._refused.append(replica)
             self._pool.remove(replica)
         logger.warning(
