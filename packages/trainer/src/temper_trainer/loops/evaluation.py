@@ -240,7 +240,7 @@ def _describe_result(metrics: Mapping[str, float], *, evaluation: Evaluation) ->
             interval = f" +- {metrics[ci]:.3f}" if (ci := f"{key}_ci95") in metrics else ""
             parts.append(f"{title}{metrics[key]:.3f}{interval}")
     text = " ".join(parts)
-    # A mean over fewer problems must not pass for one over all.
+    # Say so if the mean leaves out problems.
     num_scored = sum(
         any(reward is not None for reward in problem.rewards) for problem in evaluation.problems
     )

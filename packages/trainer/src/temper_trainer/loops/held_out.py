@@ -151,7 +151,7 @@ class HeldOutEvaluator:
         kind = next(iter(metrics)).partition("/")[0]
         accuracy = metrics.get("preference/accuracy")
         if accuracy is not None and len(examples) > 1:
-            # Its sample variance, as in `estimate_mean`; equal rewards count like certain ones.
+            # The sample variance, as in `estimate_mean`, as if no pair had equal rewards.
             variance = accuracy * (1.0 - accuracy) / (len(examples) - 1)
             metrics[f"preference/accuracy{INTERVAL}"] = Z_95 * math.sqrt(variance)
         return metrics | {f"{kind}/loss": float(loss)}

@@ -262,7 +262,7 @@ def _log_step(
     log.log_metrics(step, result.metrics, phase="rl")
     if warning := watch.observe(step, result.metrics):
         log.print_line(warning)
-    # Before the report of the first step, which shows them.
+    # Record them before the report is written, which shows them.
     if is_table_due(step, run=run):
         rows = _pick_samples(result, count=run.num_table_rows)
         log.show_samples(step, rows, kind="training")

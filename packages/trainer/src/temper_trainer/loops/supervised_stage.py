@@ -235,8 +235,7 @@ def _stream_demonstrations(
         for row in iterate_rows(source):
             if not weighted and row.loss_weights is not None:
                 weighted = [row]
-            # Encode one row at a time. Unlike a list of which all rows are dropped, a dropped row
-            # is no error.
+            # Encode one row at a time; `must_keep=False`, because a single row may be dropped.
             encoded, _ = encode_demonstrations(
                 [row], tokenizer, data, must_keep=False, must_use_tools=False
             )

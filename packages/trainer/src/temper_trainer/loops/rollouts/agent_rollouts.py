@@ -92,7 +92,7 @@ class AgentCalls:
         self._num_open += 1
         self._set_deadline(None)
         try:
-            # If it is cancelled, the task continues.
+            # Unlike `await task`, this does not cancel the task if this call is cancelled.
             await asyncio.wait([task])
         except asyncio.CancelledError:
             if task not in self._answered:
@@ -105,7 +105,7 @@ class AgentCalls:
             if is_waiting and self.timeout_s is not None:
                 self._set_deadline(asyncio.get_running_loop().time() + self.timeout_s)
         completion = task.result()
-        # Not reached if the request was cancelled: the agent has not read such a completion.
+        # Not reached if this call was cancelled: the agent has not read the completion then.
         if task not in self._answered:
             self._answered[task] = request
             self.finished.append(
@@ -120,7 +120,8 @@ class AgentCalls:
         self.is_ended = True
         for _, task in self._given_up:
             task.cancel()
-        # Waited for: what the sampler does next must not depend on requests that are cancelled.
+        # Wait for their end. Otherwise the timing of the cancellation would change what the sampler
+        # does next.
         await asyncio.gather(*(task for _, task in self._given_up), return_exceptions=True)
         for request, task in self._given_up:
             if not task.cancelled():
@@ -131,8 +132,8 @@ class AgentCalls:
     ) -> tuple[SamplingRequest, "asyncio.Task[Completion]"]:
         """Return the task of an equal request that the agent repeats, or start one.
 
-        A client repeats a request after its timeout. Mostly long completions take so long: if they
-        were sampled again, they would be replaced by shorter ones, or never arrive.
+        A client repeats a request after its timeout, which mostly long completions exceed. Sampling
+        again would replace them by shorter ones, or exceed the timeout each time.
 
         Raises:
             RolloutLimitError: See `SampleFunction`.

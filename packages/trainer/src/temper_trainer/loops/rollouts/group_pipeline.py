@@ -117,7 +117,7 @@ class GroupPipeline(Generic[T]):
         self._credits = self._credits.train()
         self.start_batches()
 
-    # The sink of the requests; both run in the event loop.
+    # `start` and `add` make this object the sink of the requests. They run in the event loop.
 
     def start(self, group: int) -> None:
         """Record that a request of a group reaches the sampler."""
@@ -140,7 +140,7 @@ class GroupPipeline(Generic[T]):
     async def _take(self, step: int) -> list[T]:
         while (chosen := self._choose(step)) is None:
             if self._errors:
-                # Whoever waits for this step would otherwise seem to be cancelled.
+                # Convert SystemExit and the like: they would look like a cancellation of this step.
                 with convert_exits():
                     raise self._errors[0]
             self._changed.clear()

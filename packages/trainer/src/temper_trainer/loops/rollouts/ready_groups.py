@@ -65,7 +65,7 @@ class ReadyGroups(Generic[T]):
 
     def add(self, group: int, value: T) -> None:
         """Add a group whose rollouts are all scored."""
-        # One whose start was not recorded is as old as the weights are now.
+        # A group whose start was not recorded counts as started now.
         self.start(group)
         self._ready[group] = value
         self._num_ready[self._deadlines[group]] += 1
@@ -77,7 +77,7 @@ class ReadyGroups(Generic[T]):
         deadlines = range(self._num_trained, self._num_trained + self._max_staleness + 1)
         num_started = accumulate(self._num_started[each] for each in deadlines)
         num_ready = accumulate(self._num_ready[each] for each in deadlines)
-        # How many groups with a deadline up to each one the batch must have.
+        # Per deadline: the number of groups due by then, less those that fit into later batches.
         num_needed = [
             num_due - later * self._batch_size for later, num_due in enumerate(num_started)
         ]

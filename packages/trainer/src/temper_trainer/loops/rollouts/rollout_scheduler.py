@@ -248,7 +248,7 @@ class RolloutScheduler:
                 try:
                     self.start(close()).result(timeout=CLOSE_TIMEOUT_S)
                 except TimeoutError:
-                    # It must not keep a finished run from ending.
+                    # Only warn, so that a finished run can end.
                     logger.warning(
                         "%s did not end within %g s.", type(pool.make).__name__, CLOSE_TIMEOUT_S
                     )
@@ -301,7 +301,7 @@ class RolloutScheduler:
         )
 
         if on_start is not None:
-            # They have the current weight version, however long their scoring takes.
+            # Given completions count as sampled now, however long their scoring takes.
             for index in rollouts.given:
                 on_start(index)
 
@@ -320,12 +320,12 @@ class RolloutScheduler:
         while not self._is_ending:
             try:
                 self._loop.run_forever()
-            # A task that an environment has started raised it; whoever awaits the task gets it,
-            # too. If the loop ended, everything else would wait forever.
+            # A task of an environment raised it. Code that awaits the task gets it, too. The loop
+            # continues, because all other tasks would wait forever without it.
             except (SystemExit, KeyboardInterrupt) as error:
                 logger.warning("a task raised %s, which is ignored", type(error).__name__)
-        # `close` has cancelled them. Cancelled twice, a task that closes a connection would leave
-        # it open, so only those that go on are cancelled again.
+        # `close` has cancelled all tasks. A second cancellation would interrupt a task that closes
+        # a connection, so only tasks that do not end in time are cancelled again.
         if tasks := asyncio.all_tasks(self._loop):
             self._loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_TIMEOUT_S))
         while tasks := asyncio.all_tasks(self._loop):
@@ -545,7 +545,7 @@ class _Round:
                     if not calls.is_over_limit or not calls.finished:
                         raise _RolloutFailedError from error
         if calls.sampler_error is not None:
-            # An agent may have caught it.
+            # Raise it even if the agent has caught it, because the sampler serves all rollouts.
             raise calls.sampler_error
         if not calls.finished:
             prompt = self._prompts[index]

@@ -303,8 +303,8 @@ def _open_scheduler(
             name: (each, make_factory(each)) for name, each in config.environments.items()
         },
         max_failure_fraction=rollout.max_failure_fraction,
-        # A second request for each place of a server waits there, so that none stays empty. The
-        # servers are counted, because rollout.num_replicas does not count those that run already.
+        # Send twice as many requests as servers can run at once, so that the next one is there when
+        # a sequence ends. Servers that others started are not part of rollout.num_replicas.
         max_sampling=2
         * (len(sampler.replicas) if isinstance(sampler, VllmSampler) else rollout.num_replicas)
         * rollout.max_concurrent,
