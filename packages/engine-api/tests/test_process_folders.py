@@ -76,6 +76,21 @@ def test_folder_whose_process_id_was_reused_is_removed(tmp_path: Path) -> None:
     assert own.is_dir()
 
 
+def test_process_whose_name_is_no_text_is_another_owner(tmp_path: Path) -> None:
+    set_name = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff'); print(flush=True); input()"
+    parts = make_folder_path("weights", root=tmp_path).name.split("-")
+    with subprocess.Popen(
+        [sys.executable, "-c", set_name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        parts[3] = str(other.pid)
+        folder = tmp_path / "-".join(parts)
+        folder.mkdir()
+        assert remove_orphans(tmp_path) == [folder]
+        other.communicate(b"\n")
+
+
 def test_folders_of_other_names_users_and_hosts_are_not_removed(tmp_path: Path) -> None:
     kind, user, process, start, space, key = make_folder_path("weights", root=tmp_path).name.split(
         "-"

@@ -154,12 +154,12 @@ def is_orphan(name: str) -> bool:
 def _start_time(process: int) -> int | None:
     """Return when a process started, in clock ticks since boot; None if it is not running."""
     try:
-        stat = Path(f"/proc/{process}/stat").read_text()
+        stat = Path(f"/proc/{process}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The command name is in parentheses and may contain spaces and parentheses itself.
-    state, *fields = stat.rpartition(")")[2].split()
-    return None if state in ("Z", "X") else int(fields[18])
+    # The command name is in parentheses and may contain any bytes, also spaces and parentheses.
+    state, *fields = stat.rpartition(b")")[2].split()
+    return None if state in (b"Z", b"X") else int(fields[18])
 
 
 def _process_space() -> str:

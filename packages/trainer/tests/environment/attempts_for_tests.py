@@ -819,6 +819,17 @@ escaped()
         machine="x86_64",
     ),
     Attempt(
+        name="take a name that is no text",
+        code="""
+import time
+libc.prctl(15, b'\\xff\\xfe')  # the supervisor reads it from /proc
+time.sleep(0.3)
+print('still watched')
+""",
+        unconfined="not run",
+        says="still watched",
+    ),
+    Attempt(
         name="ask who locks a file of the interpreter",
         code="""
 import fcntl, struct

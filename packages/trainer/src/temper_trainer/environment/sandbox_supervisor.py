@@ -29,7 +29,7 @@ _MAX_MESSAGE_BYTES = 4096
 _MAX_DESCRIPTORS = 4
 _POLL_S = 0.02
 """Time between two checks of a program. Each reads a few files of /proc, about 0.1 ms."""
-_MEMORY_IN_STATUS = re.compile(r"^(?:RssAnon|VmPTE):\s*(\d+) kB$", re.MULTILINE)
+_MEMORY_IN_STATUS = re.compile(rb"^(?:RssAnon|VmPTE):\s*(\d+) kB$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,8 @@ def _measure_memory(processes: str, *, parent: str) -> int:
     """
     total = 0
     for child in Path(processes, parent, "task", parent, "children").read_text().split():
-        status = Path(processes, child, "status").read_text()
+        # Bytes, because it has the name of the process, which the program may set to any bytes.
+        status = Path(processes, child, "status").read_bytes()
         total += sum(int(size) << 10 for size in _MEMORY_IN_STATUS.findall(status))
     return total
 
