@@ -54,6 +54,15 @@ def test_asynchronous_run_samples_as_many_completions_as_the_samplers_block_says
     assert run.tokens[-1].disposition == "ignored"
 
 
+@pytest.mark.parametrize(("version", "epochs"), [("v0.7.0", 2), ("v0.9.1", 3)])
+def test_asynchronous_run_may_have_ended_with_its_epochs(version: str, epochs: int) -> None:
+    # fully_async_rollouter.py takes the smaller of rollout.total_rollout_steps and the rows of all
+    # epochs, and until v0.7.0 went over the data rollout.total_epochs times.
+    run = asynchronous(version, "trainer.total_epochs=3", "+rollout.total_epochs=2")
+    (note,) = [each.message for each in run.findings if each.rule == "total-steps"]
+    assert f"800 steps or {epochs} epochs, whichever came first" in note
+
+
 @pytest.mark.parametrize("version", NEWEST)
 def test_asynchronous_run_keeps_the_samplers_log_probs_as_denominator(version: str) -> None:
     # fully_async_ppo_trainer.yaml ends with bypass_mode: True.

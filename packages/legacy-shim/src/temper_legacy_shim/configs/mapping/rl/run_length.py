@@ -84,8 +84,13 @@ def _async_length(draft: Draft) -> None:
         build_length(draft)
         return
     draft.put("run.total_steps", steps, rule="async-length", old=keys)
+    # The sampler also stopped at the end of its epochs; until v0.7.0 it had an own number of them.
+    limits = ["trainer.total_epochs", *([] if draft.since("v0.7.1") else ["rollout.total_epochs"])]
+    epochs = [number for key in limits if (number := draft.integer(key)) is not None]
+    if epochs:
+        draft.find("total-steps", keys[0], *limits, steps=steps, epochs=min(epochs))
     for name in ("trainer.total_training_steps", "trainer.total_epochs", "rollout.total_epochs"):
-        draft.explain_drop(name, f"{keys[0]} ends the run")
+        draft.explain_drop(name, f"{keys[0]} is taken as the end of the run")
 
 
 def build_habits(draft: Draft, *, kept: str | None = "trainer.max_actor_ckpt_to_keep") -> None:
