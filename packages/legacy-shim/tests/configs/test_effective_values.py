@@ -124,6 +124,29 @@ def test_cosine_of_an_asynchronous_run_is_as_long_as_its_weight_syncs() -> None:
     assert "schedule-length" in rules_found(old, "person")
 
 
+@pytest.mark.parametrize("version", ["v0.4.1", "v0.9.1"])
+def test_other_aggregation_of_the_critic_is_a_question(version: str) -> None:
+    # The critic's loss reads critic.loss_agg_mode, which follows the actor's by default.
+    gae, mode = "algorithm.adv_estimator=gae", "loss_agg_mode=seq-mean-token-mean"
+    run = translated(version, gae, f"critic.{mode}")
+    assert "critic-aggregation" in rules_found(run, "person")
+    both = translated(version, gae, f"critic.{mode}", f"actor_rollout_ref.actor.{mode}")
+    without = translated(version, f"critic.{mode}")
+    for other in (both, without, translated(version, gae, f"actor_rollout_ref.actor.{mode}")):
+        assert "critic-aggregation" not in rules_found(other, "person")
+
+
+@pytest.mark.parametrize("version", ["v0.3.0.post1", "v0.7.1", "v0.9.1"])
+def test_schedule_is_as_long_as_the_run(version: str) -> None:
+    # ray_trainer.py and trainer_base.py replace optim.total_training_steps by the trainer's number.
+    style = "warmup_style" if version == "v0.3.0.post1" else "lr_scheduler_type"
+    optim = "actor_rollout_ref.actor.optim"
+    run = translated(version, f"{optim}.{style}=cosine", f"{optim}.total_training_steps=200")
+    assert effective(run, "actor.engine.schedule.total_steps") == 0
+    assert run.tokens[-1].disposition == "dropped"
+    assert "replaced it" in run.tokens[-1].reason
+
+
 @pytest.mark.parametrize("version", NEWEST)
 def test_asynchronous_run_is_not_reported_to_have_used_the_old_workers(version: str) -> None:
     # v0.7.1's configuration of the entry has use_legacy_worker_impl: disable.

@@ -249,6 +249,39 @@ def test_fine_tuning_keeps_as_many_checkpoints(entry: str, version: str, kept: i
     assert run.tokens[1].disposition == ("dropped" if kept is None else "moved")
 
 
+@pytest.mark.parametrize("value", ["False", "True"])
+def test_thinking_that_the_chat_template_was_told_is_a_question(value: str) -> None:
+    # multiturn_sft_dataset.py passes data.enable_thinking_default on where rows have no own value.
+    overrides = ["data.train_files=/t.parquet", f"data.enable_thinking_default={value}"]
+    run = translate(overrides, entry=SECOND, version="v0.9.1")
+    (question,) = [each for each in run.findings if each.level == "person"]
+    assert f"data.enable_thinking_default gave the chat template enable_thinking={value}" in (
+        question.message
+    )
+    assert run.tokens[1].disposition == "needs a person"
+
+
+def test_schedule_of_fine_tuning_is_as_long_as_the_run() -> None:
+    # sft_trainer.py replaces optim.total_training_steps by the trainer's own number.
+    overrides = ["optim.lr_scheduler_type=cosine", "optim.total_training_steps=1000"]
+    files = "data.train_files=/t.parquet"
+    run = translate([files, *overrides], entry=SECOND, version="v0.9.1")
+    values = {setting.key: setting.value for setting in run.settings}
+    assert values["actor.engine.schedule.total_steps"] == 0
+    assert run.tokens[2].disposition == "dropped"
+
+
+def test_first_fine_tuning_had_a_schedule_of_all_epochs() -> None:
+    # fsdp_sft_trainer.py takes steps_per_epoch * total_epochs, also if the run ends before.
+    overrides = ["data.train_files=/t.parquet", "trainer.total_epochs=4"]
+    run = translate([*overrides, "trainer.total_training_steps=500"], entry=FIRST, version="v0.6.1")
+    (hazard,) = [each.message for each in run.findings if each.rule == "sft-schedule-length"]
+    assert "as long as 4 epochs" in hazard
+    assert "sft-schedule-length" not in {
+        each.rule for each in translate(overrides, entry=FIRST, version="v0.6.1").findings
+    }
+
+
 @pytest.mark.parametrize(
     ("entry", "version", "frequency"),
     [(FIRST, "v0.3.0.post1", ()), (SECOND, "v0.9.0", ("trainer.test_freq=after_each_epoch",))],

@@ -830,6 +830,36 @@ def test_argument_of_an_optimizer_in_fine_tuning_is_a_hazard(entry: str) -> None
     assert "optimizer-arguments" in rules_found(result, "hazard")
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "actor_rollout_ref.actor.fsdp_config.qat.enable",
+        "actor_rollout_ref.actor.qat.enable",
+        "actor_rollout_ref.actor.megatron.qat.enable",
+        "critic.fsdp.qat.enable",
+        "engine.qat.enable",
+    ],
+)
+def test_quantization_aware_training_is_a_hazard(key: str) -> None:
+    entry = "verl.trainer.sft_trainer" if key.startswith("engine") else "verl.trainer.main_ppo"
+    base = ("data.train_files=/t.parquet",)
+    run = translated(
+        "v0.9.1", "algorithm.adv_estimator=gae", f"++{key}=True", base=base, entry=entry
+    )
+    assert "qat" in rules_found(run, "hazard")
+
+
+@pytest.mark.parametrize("version", ["v0.7.1", "v0.9.1"])
+@pytest.mark.parametrize("role", ["actor", "ref"])
+def test_replay_of_experts_on_megatron_is_a_hazard(version: str, role: str) -> None:
+    # engine_workers.py reads the key of the engine since v0.7.1.
+    megatron = ("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron")
+    key = f"actor_rollout_ref.{role}.megatron.router_replay.mode"
+    for mode, is_reported in (("R3", True), ("R2", True), ("disabled", False)):
+        run = translated(version, *megatron, f"{key}={mode}")
+        assert ("router-replay" in rules_found(run, "hazard")) is is_reported
+
+
 def test_argument_that_equals_the_default_is_no_hazard() -> None:
     shape = "actor_rollout_ref.actor.optim.num_cycles="
     assert "schedule-shape" not in rules_found(translated("v0.9.0", f"{shape}0.5"), "hazard")

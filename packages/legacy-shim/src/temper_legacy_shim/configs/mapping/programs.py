@@ -65,6 +65,9 @@ def _build(draft: Draft, role: OldRole) -> None:
     build_lora(draft, role)
     _lengths(draft, role)
     build_length(draft)
+    if role is COLUMNS and "run.total_steps" in draft.settings:
+        epochs = draft.integer("trainer.total_epochs") or 1
+        draft.find("sft-schedule-length", "trainer.total_training_steps", epochs=epochs)
     build_habits(draft, kept="trainer.max_ckpt_to_keep" if draft.since("v0.5.0") else None)
     build_runtime(draft)
     apply_rules(draft, "seed", old="trainer.seed")
@@ -173,6 +176,11 @@ def _messages(draft: Draft, key: str) -> None:
             rule="sft-messages",
             old=[key],
             verbatim=True,
+        )
+    thinking = "data.enable_thinking_default"
+    if isinstance(value := draft.old.get(thinking), bool):
+        draft.find(
+            "chat-template-kwargs", thinking, source=thinking, name="enable_thinking", value=value
         )
     if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
         draft.find("sft-tools", "data.tools_key")

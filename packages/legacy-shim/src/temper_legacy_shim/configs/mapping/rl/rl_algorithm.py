@@ -60,9 +60,18 @@ def build_algorithm(draft: Draft) -> None:
     apply_rules(
         draft, "aggregation", "horizon", "entropy", blocks={"response": response_key(draft)}
     )
+    _check_critic_aggregation(draft)
     _kl(draft)
     facts = {"estimator": name}
     apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip", facts=facts)
+
+
+def _check_critic_aggregation(draft: Draft) -> None:
+    """Ask about a critic whose loss was aggregated in another way than the actor's."""
+    key = "critic.loss_agg_mode"
+    own, actor = draft.text(key), draft.text("actor_rollout_ref.actor.loss_agg_mode")
+    if needs_critic(draft) and key in draft.old.origin and own != actor:
+        draft.find("critic-aggregation", key, own=own, actor=actor)
 
 
 def _advantage(draft: Draft) -> str:

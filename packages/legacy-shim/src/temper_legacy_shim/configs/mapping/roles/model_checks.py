@@ -57,7 +57,9 @@ def find_template_arguments(draft: Draft) -> None:
     if not isinstance(arguments, dict) or not arguments:
         return
     for name, value in arguments.items():
-        draft.find("chat-template-kwargs", f"{_TEMPLATE}.{name}", name=name, value=value)
+        draft.find(
+            "chat-template-kwargs", f"{_TEMPLATE}.{name}", source=_TEMPLATE, name=name, value=value
+        )
 
 
 def config_json(model: str) -> dict[str, object]:

@@ -170,8 +170,15 @@ def _is_given(draft: Draft, key: str) -> bool:
 def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
     """Set the schedule's length; 0 stands for the length of the run, as in the old trainer."""
     keys = (f"{optim}.lr_decay_steps", f"{optim}.total_training_steps")
-    key = next((key for key in keys if (draft.number(key) or 0) > 0), "")
     unit = updates_per_schedule_step(draft)
+    # Only the first asynchronous trainers left the second key as the user had set it.
+    reads_both = unit is not None and not draft.since("v0.7.1")
+    if not reads_both:
+        draft.explain_drop(
+            keys[1], f"{draft.old.version} replaced it by the number of steps of the run"
+        )
+    read = keys if reads_both else keys[:1]
+    key = next((key for key in read if (draft.number(key) or 0) > 0), "")
     if key:
         steps = (draft.integer(key) or 0) * (unit or 1)
         draft.put(
