@@ -127,3 +127,17 @@ def test_damaged_settings_are_ignored_with_a_warning(
 def test_damaged_start_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "starts.jsonl").write_text("[" * 100_000 + '\n{"command": "temper-train"}\n')
     assert read_starts(tmp_path) == [{"command": "temper-train"}]
+
+
+def test_row_with_any_flipped_bit_is_read_or_left_out(tmp_path: Path) -> None:
+    row = Row(step=3, phase="rl", time_s=1.5, values={"loss": 0.25, "kl": math.nan})
+    line = to_json(row).encode()
+    path = tmp_path / "metrics.jsonl"
+    for bit in range(8 * len(line)):
+        damaged = bytearray(line)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged + b"\n" + line + b"\n")
+        *others, last = read_rows(path)
+        assert to_json(last) == to_json(row)
+        for other in others:
+            to_json(other)  # all its values are numbers

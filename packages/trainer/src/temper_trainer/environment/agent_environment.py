@@ -21,7 +21,7 @@ from temper_trainer.config.run import LOOPBACK
 from temper_trainer.environment.gateway.gateway_server import GatewayServer, GatewaySession
 from temper_trainer.environment.gateway.responses import MODEL
 from temper_trainer.environment.protocol import AgentOutcome, SampleFunction
-from temper_trainer.environment.tool_calls import CallMarkers
+from temper_trainer.environment.tool_calls import CallMarkers, parse_json
 from temper_trainer.process_groups import has_ended, kill_group, kill_group_on_exit
 from temper_trainer.settings.names import import_object
 from temper_trainer.types import Prompt
@@ -284,11 +284,13 @@ def _parse_reward(output: str) -> float:
     Example:
         >>> _parse_reward('{"reward": 0.5}')
         0.5
+        >>> _parse_reward("[" * 2000)  # too deep for Python's parser
+        0.0
     """
     lines = output.strip().splitlines()
     try:
-        last = json.loads(lines[-1]) if lines else None
-    except ValueError:
+        last = parse_json(lines[-1]) if lines else None
+        reward = last.get("reward") if isinstance(last, dict) else None
+        return float(reward) if isinstance(reward, int | float) else 0.0
+    except (ValueError, OverflowError):  # the last line is no JSON, or the reward too large
         return 0.0
-    reward = last.get("reward") if isinstance(last, dict) else None
-    return float(reward) if isinstance(reward, int | float) else 0.0

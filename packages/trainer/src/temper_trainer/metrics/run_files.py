@@ -72,6 +72,17 @@ def _to_row(fields: Mapping[str, Any]) -> Row:
     )
 
 
+def _try_to_row(fields: Mapping[str, Any]) -> Row | None:
+    """Return the row of a line that a disk may have damaged; None if it has."""
+    try:
+        row = _to_row(fields)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+    numbers = (row.time_s, *row.values.values())
+    is_whole = isinstance(row.phase, str) and all(isinstance(each, int | float) for each in numbers)
+    return row if is_whole else None
+
+
 def read_rows(path: Path) -> Iterator[Row]:
     """Read the rows of a file in order; skip a last line that a crash left incomplete.
 
@@ -80,10 +91,11 @@ def read_rows(path: Path) -> Iterator[Row]:
     num_damaged = 0
     for line in _complete_lines(path):
         fields = parse_line(line)
-        if fields is None or not {"phase", "time_s"} <= fields.keys():
+        row = None if fields is None else _try_to_row(fields)
+        if row is None:
             num_damaged += 1
         else:
-            yield _to_row(fields)
+            yield row
     if num_damaged:
         plural = ", which is" if num_damaged == 1 else "s, which are"
         logger.warning("%s has %d damaged line%s left out", path, num_damaged, plural)
