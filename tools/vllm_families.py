@@ -68,6 +68,10 @@ _LATENT_HEADS: Mapping[str, object] = {
     # vLLM also takes it for the norms of latents, which have 1e-6 in transformers.
     "rms_norm_eps": 1e-6,
 }
+_WITHOUT_EXPERTS: Mapping[str, object] = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]
+}
+"""Layers of a Nemotron-H for vLLM's build for CPUs, which refuses its experts without a gate."""
 _PUBLISHED: Mapping[str, Mapping[str, object]] = {
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "qwen3_vl_moe": {"norm_topk_prob": True},
@@ -102,6 +106,8 @@ def widen(family: str) -> TinyModel:
     wide = {name: size for name, size in _WIDE.items() if name in known}
     fields = {**model.architecture, **wide, **heads}
     rope = fields.get("rope_parameters")
+    if family == "nemotron_h":
+        fields |= _WITHOUT_EXPERTS
     fields |= _PUBLISHED.get(family, {})
     if family == "gpt_oss":
         fields["rope_parameters"] = _EXTENDED
