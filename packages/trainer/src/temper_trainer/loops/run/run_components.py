@@ -397,5 +397,5 @@ def _build_canary(config: TrainerConfig, *, actor: WorkerGroup, prompt: Prompt) 
     return Canary(
         tokens=tuple(tokens.tolist()),
         engine_logprobs=engine_logprobs,
-        tolerance=config.rollout.resolve_canary_tolerance(config.actor.engine.precision.compute),
+        tolerance=config.rollout.resolve_canary_tolerance(config.actor.engine),
     )
