@@ -64,6 +64,8 @@ class Job:
     """Run two updates first, which save the base model that servers with an adapter load."""
     kill_after: int | None = None
     """Number of steps after which the first server is killed while it samples."""
+    is_killed_while_sending: bool = False
+    """Kill the first server while weights are sent to it; see `kill_while_sending`."""
     expected_log: tuple[str, ...] = ()
     """Texts that the log must contain."""
 
@@ -154,6 +156,11 @@ JOBS: dict[str, Job] = {
     "one_step_off_4": _make_separate_job(4, "loop=one_step_off"),
     "async_4": _make_separate_job(4, "loop=async", "asynchrony.max_staleness=2"),
     "killed": _with_killed_server(_make_separate_job(2), transport="collective"),
+    "killed_while_sending": replace(
+        _make_separate_job(2),
+        is_killed_while_sending=True,
+        expected_log=("killed server", "are sent again", "is restarted"),
+    ),
     "killed_colocated": _with_killed_server(_COLOCATED, transport="cuda_ipc"),
     "experts": _make_separate_job(2),
     "experts_replayed": _make_separate_job(2, "rollout.routing_replay=sampler"),
@@ -314,7 +321,8 @@ def run_job(
     }
     begin = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
-        command = [sys.executable, "-m", "temper_trainer", *settings]
+        module = "tools.gpu.kill_while_sending" if job.is_killed_while_sending else "temper_trainer"
+        command = [sys.executable, "-m", module, *settings]
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         code, killed = watch(
             process, folder / "metrics.jsonl", kill_after=job.kill_after, limit_s=limit_s

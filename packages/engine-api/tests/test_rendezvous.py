@@ -107,6 +107,13 @@ def test_client_waits_for_a_key_until_its_timeout(server: StoreServer) -> None:
         two.get("never")
 
 
+def test_clients_learn_that_another_one_has_abandoned_the_store(server: StoreServer) -> None:
+    clients = [client_of(server) for _ in range(2)]
+    assert [client.is_abandoned() for client in clients] == [False, False]
+    clients[0].abandon()
+    assert [client.is_abandoned() for client in clients] == [True, True]
+
+
 def test_clone_waits_without_blocking_the_original(server: StoreServer) -> None:
     store = client_of(server)
     clone = store.clone()

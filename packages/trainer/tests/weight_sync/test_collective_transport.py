@@ -69,6 +69,7 @@ class Server:
         self.name = f"rollout replica {number}"
         self.num_starts = 0
         self.dies_at_bucket = dies_at_bucket
+        self.is_lost_at_bucket: int | None = None
         self.dies_when_it_joins = False
         self.join_problem = ""
         self.problem_after_meeting = ""
@@ -145,6 +146,9 @@ class Server:
                 self.dies_at_bucket = None
                 self.die()
                 raise ReplicaError(f"{self.name} died")
+            if index == self.is_lost_at_bucket:
+                self.is_lost_at_bucket, self.is_dead = None, True
+                raise ReplicaError(f"{self.name} was lost")  # its connections stay open
             data = self.channel.receive(bucket)
             self.buffer_addresses.add(data.data_ptr())
             own = {name: tensor.clone() for name, tensor in unpack_tensors(data, bucket)}
@@ -293,6 +297,30 @@ def test_server_that_dies_while_weights_are_sent_is_restarted_and_the_others_get
     transport.send(2)
     assert [each.version for each in servers] == [2, 2, 2]
     assert [each.cached[-1][0].tolist() for each in servers] == [[8.0]] * 3
+    transport.close()
+
+
+def test_channel_of_a_server_that_is_lost_is_abandoned() -> None:
+    # Its connections may stay open, and NCCL also misses many that close.
+    server = Server()
+    transport = transport_between(Actor(), server, can_resend=False)
+    transport.send(1)
+    (spec,) = server.specs
+    seconds = timedelta(seconds=20)
+    store = TokenStore(spec.address, spec.port, token=spec.token, timeout=seconds)
+    assert not store.is_abandoned()
+    channel, server.is_lost_at_bucket = server.channel, 1
+    assert channel is not None
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(transport.send, 2)
+        deadline = time.monotonic() + 20
+        while not store.is_abandoned() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        is_abandoned = store.is_abandoned()
+        channel.close()
+        sending.result()
+    assert is_abandoned
+    assert (server.num_starts, server.version) == (2, 2)
     transport.close()
 
 

@@ -109,6 +109,8 @@ class StoreServer:
         if method == b"abandon":
             self.abandon()
             return (b"",)
+        if method == b"is_abandoned":
+            return b"", b"%d" % self._is_abandoned
         with self._lock:
             if method == b"set":
                 for key, value in zip(parts[::2], parts[1::2], strict=True):
@@ -297,6 +299,10 @@ class TokenStore(Store):
     def abandon(self) -> None:
         """Let all clients that wait for a key fail, now and later: a member cannot join."""
         self._call(b"abandon")
+
+    def is_abandoned(self) -> bool:
+        """Return True if `abandon` was called here or elsewhere."""
+        return self._call(b"is_abandoned")[0] == b"1"
 
     # C++ code of torch looks these two methods up by their C++ names.
     getNumKeys = num_keys

@@ -6,8 +6,10 @@ bucket is a broadcast. With `cuda_ipc`, receivers on the sender's GPU map the se
 gloo only synchronizes.
 """
 
+import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -20,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from temper_engine_api.distributed.rendezvous import StoreServer, TokenStore
-from temper_engine_api.errors import TemperError
+from temper_engine_api.errors import EngineStateError, TemperError
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
     TensorEntry,
@@ -41,6 +43,11 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ABANDON_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 30.0
 """Longest time to reach the sender's store."""
+_POLL_S = 2e-5
+"""Interval at which a member asks NCCL whether a transfer is complete."""
+_STORE_POLL_S = 0.5
+"""Interval at which a member that waits for a transfer asks whether the channel was abandoned."""
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class ChannelError(TemperError, RuntimeError):
@@ -99,7 +106,9 @@ class ChannelSpec:
 
 
 class _Work(Protocol):
-    def wait(self) -> bool: ...
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
 
 
 class _Group(Protocol):
@@ -146,6 +155,9 @@ class WeightChannel:
             with _report_lost_member():
                 self._join(timeout)
             on_error.callback(self.close)
+            if spec.backend == "nccl":
+                # NCCL connects in the first transfer, and waits there for members that never come.
+                self._broadcast(_make_integers([0], device=device))
             self._buffer = (
                 self._open_shared_buffer()
                 if spec.backend == "cuda_ipc"
@@ -194,7 +206,8 @@ class WeightChannel:
         if spec.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            self._group = cast("_Group", dist.ProcessGroupNCCL(store, rank, spec.size, options))
+            with _disable_nccl_watchdog():
+                self._group = cast("_Group", dist.ProcessGroupNCCL(store, rank, spec.size, options))
         else:
             gloo = dist.ProcessGroupGloo(
                 store,
@@ -314,7 +327,34 @@ class WeightChannel:
         options.rootRank = 0
         options.rootTensor = 0
         with _report_lost_member():
-            self._group.broadcast([data], options).wait()
+            if self._spec.backend == "nccl":
+                self._wait_for_nccl(self._group.broadcast([data], options))
+            else:
+                # No variable refers to the work: gloo keeps its connections as long as the work
+                # lives, and the traceback of an error keeps variables.
+                self._group.broadcast([data], options).wait()
+
+    def _wait_for_nccl(self, work: _Work) -> None:
+        """Wait on the host, because NCCL does not notice every loss of a member.
+
+        Raises:
+            ChannelError: If the channel was abandoned meanwhile, or its timeout is over.
+        """
+        begin = time.monotonic()
+        last_check = begin
+        while not work.is_completed():
+            now = time.monotonic()
+            if now - begin > self._spec.timeout_s:
+                raise ChannelError(
+                    f"a transfer through the weight channel took over {self._spec.timeout_s:g} s"
+                )
+            if now - last_check > _STORE_POLL_S:
+                if self._store.is_abandoned():
+                    raise ChannelError("a member of the weight channel was lost")
+                last_check = now
+            time.sleep(_POLL_S)
+        # With a timeout, an error of NCCL is raised here. Without one, the result would be used.
+        work.wait(timedelta(seconds=self._spec.timeout_s))
 
     def _compute_digest(self, data: Tensor) -> int | None:
         return compute_digest(data) if self._spec.with_digest else None
@@ -339,13 +379,30 @@ class WeightChannel:
         return shared.map(num_bytes, device=self._device)
 
 
+@contextmanager
+def _disable_nccl_watchdog() -> Iterator[None]:
+    """Let process groups of the body leave errors to their callers.
+
+    Otherwise a thread of torch ends the process when NCCL loses a member or times out.
+    """
+    previous = os.environ.get(_ERROR_HANDLING)
+    os.environ[_ERROR_HANDLING] = "0"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[_ERROR_HANDLING]
+        else:
+            os.environ[_ERROR_HANDLING] = previous
+
+
 def _make_joined_key(rank: int) -> str:
     """Return the key of the store that a rank sets when it joins."""
     return f"joined {rank}"
 
 
 def abandon_channel(spec: ChannelSpec) -> None:
-    """Let the members that wait for another one in `WeightChannel` fail at once.
+    """Let the members that wait for another one fail: to join, or with NCCL to transfer.
 
     Raises:
         EngineStateError: If the sender abandoned the channel, or has ended.
@@ -357,8 +414,12 @@ def abandon_channel(spec: ChannelSpec) -> None:
         timeout=timedelta(seconds=_ABANDON_TIMEOUT_S),
         is_listening=True,
     )
-    store.abandon()
-    store.close()
+    try:
+        store.abandon()
+    except dist.DistNetworkError as error:
+        raise EngineStateError(f"the sender of the weight channel has ended: {error}") from error
+    finally:
+        store.close()
 
 
 @contextmanager

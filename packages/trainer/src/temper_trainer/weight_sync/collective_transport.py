@@ -123,8 +123,6 @@ class CollectiveTransport:
         problem = ""
         with self._sampler.hold_members():
             while True:
-                # Before the broadcast, because with NCCL a dead member is noticed only after
-                # minutes.
                 self._sampler.restart_dead(problem=problem)
                 try:
                     self._open_current()
@@ -151,8 +149,9 @@ class CollectiveTransport:
 
         def receive(replica: Replica) -> "Future[object]":
             if base_version is None:
-                return self._start_receiving(replica, version)
-            return replica.call("receive_delta", self._layout, base_version, version)
+                return self._start_receiving(replica, version, self._specs)
+            received = replica.call("receive_delta", self._layout, base_version, version)
+            return _abandon_on_error(received, self._specs)
 
         def send() -> str:
             results.append(
@@ -335,17 +334,19 @@ class CollectiveTransport:
         self._num_changes = -1  # the server has left the channel of all
         specs = self._open([replica])
         with self._close_on_error(specs):
-            received = self._start_receiving(replica, version)
+            received = self._start_receiving(replica, version, specs)
             sent = self._broadcast(specs, version)
         self._close_channels(specs)
         if sent.problem:
             raise ReplicaError(f"{replica.name} did not get the weights: {sent.problem}")
         return received
 
-    def _start_receiving(self, replica: Replica, version: int) -> "Future[object]":
-        if self._max_changed_fraction is None:
-            return replica.call("receive_weights", self._layout, version)
-        return replica.call("receive_weights", self._layout, version, True)
+    def _start_receiving(
+        self, replica: Replica, version: int, specs: Mapping[int, ChannelSpec]
+    ) -> "Future[object]":
+        keeps_copy = () if self._max_changed_fraction is None else (True,)
+        received = replica.call("receive_weights", self._layout, version, *keeps_copy)
+        return _abandon_on_error(received, specs)
 
     def _broadcast(self, specs: Mapping[int, ChannelSpec], version: int) -> SentWeights:
         key = None if self._max_changed_fraction is None else self._key
@@ -396,6 +397,19 @@ def assign_senders(
             "the actor's host, weight_sync.transport=shared_memory reaches every GPU."
         )
     return [[ranks[worker] for worker in server] for server in workers]
+
+
+def _abandon_on_error(
+    received: "Future[object]", specs: Mapping[int, ChannelSpec]
+) -> "Future[object]":
+    """Abandon channels if a server fails, because members do not notice this with NCCL."""
+
+    def abandon(received: "Future[object]") -> None:
+        if received.exception() is not None:
+            abandon_channels(specs.values())
+
+    received.add_done_callback(abandon)
+    return received
 
 
 def abandon_channels(specs: Iterable[ChannelSpec]) -> None:
