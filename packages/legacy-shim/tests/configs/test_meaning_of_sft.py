@@ -250,7 +250,7 @@ def test_fine_tuning_keeps_as_many_checkpoints(entry: str, version: str, kept: i
 
 
 @pytest.mark.parametrize("value", ["False", "True"])
-def test_thinking_that_the_chat_template_was_told_is_a_question(value: str) -> None:
+def test_thinking_argument_of_the_chat_template_is_a_question(value: str) -> None:
     # multiturn_sft_dataset.py passes data.enable_thinking_default on where rows have no own value.
     overrides = ["data.train_files=/t.parquet", f"data.enable_thinking_default={value}"]
     run = translate(overrides, entry=SECOND, version="v0.9.1")
