@@ -339,7 +339,9 @@ class Start:
         for process in Path("/proc").glob("[0-9]*"):
             pid = int(process.name)
             try:
-                fields = (process / "stat").read_text().rpartition(")")[2].split()
+                # Any process may have a name that is no UTF-8.
+                stat = (process / "stat").read_text(errors="replace")
+                fields = stat.rpartition(")")[2].split()
                 is_of_case = (
                     int(fields[3]) == self.pid
                     or self._seen.get(pid) == fields[19]
