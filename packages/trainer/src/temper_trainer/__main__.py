@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by SIGTERM, 141 if the reader of the output has exited.
     """
     if arguments is None:
-        # Imports make a million objects that stay. Looking for garbage among them takes a fifth of
-        # the time of the imports, so `_train` turns it on again, and as long again at exit.
+        # Imports create a million objects that live until the exit. The garbage collector would scan
+        # them for a fifth of the import time, and as long again at exit. `_train` enables it again.
         gc.disable()
         atexit.register(gc.freeze)
     _open_closed_streams()
