@@ -16,8 +16,8 @@ from temper_engine_api.errors import CapabilityError
 _PROBE_ROWS = 8
 """Rows of a probe; a multiple of any number of matrices that files join by rows."""
 _PROBE_COLUMNS = 2
-_PROBE_TENSOR = 1 << 24
-"""Factor for the tensor's number in probe values; it leaves room for the experts."""
+_VALUES_PER_PROBE = 1 << 24
+"""Distance between the values of two probes; above the size of any probe with many experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def find_file_names(
     # Convert probes in place of weights. A value names the tensor and the position that it comes
     # from, so the result shows what transformers has split, joined or renamed.
     for file_name, values in revert(dict(probes)).items():
-        owners = (values.flatten() // _PROBE_TENSOR).unique().tolist()
+        owners = (values.flatten() // _VALUES_PER_PROBE).unique().tolist()
         part = _find_part(file_name, values, probes[names[owners[0]]]) if len(owners) == 1 else None
         if part is None:
             unsupported |= {names[owner] for owner in owners}
@@ -160,7 +160,7 @@ def _make_probe(shape: torch.Size, *, number: int) -> Tensor:
         len(shape), (*shape[:1], *([_PROBE_ROWS, _PROBE_COLUMNS] * len(shape))[: len(shape) - 1])
     )
     probe = torch.empty(small, dtype=torch.int64)
-    return number * _PROBE_TENSOR + torch.arange(probe.numel()).reshape(small)
+    return number * _VALUES_PER_PROBE + torch.arange(probe.numel()).reshape(small)
 
 
 def _find_part(file_name: str, values: Tensor, probe: Tensor) -> FilePart | None:
