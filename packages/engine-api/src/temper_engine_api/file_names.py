@@ -17,7 +17,7 @@ _PROBE_ROWS = 8
 """Rows of a probe; a multiple of any number of matrices that files join by rows."""
 _PROBE_COLUMNS = 2
 _VALUES_PER_PROBE = 1 << 24
-"""Distance between the values of two probes; above the size of any probe with many experts."""
+"""Distance between the values of two probes. A probe has fewer, even with many experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

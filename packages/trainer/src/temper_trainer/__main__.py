@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by SIGTERM, 141 if the reader of the output has exited.
     """
     if arguments is None:
-        # Imports create a million objects that live until the exit. The garbage collector would scan
-        # them for a fifth of the import time, and as long again at exit. `_train` enables it again.
+        # Imports create a million objects that live until the exit. The garbage collector would
+        # scan them for a fifth of the import time, and as long again at exit. `_train` enables it.
         gc.disable()
         atexit.register(gc.freeze)
     _open_closed_streams()
