@@ -49,10 +49,10 @@ python tools/model_components.py
 * Vision-language models: [supported models](../models.md#families-checked-against-transformers)
   says what the FSDP engine runs of them, with LoRA of PEFT, and what vLLM loads. The Megatron
   engine refuses them, because it does not run their encoder of images.
-* Qwen3.5: Megatron-Bridge has no provider for its text models. The Megatron engine has a bridge of
-  its own, with Qwen3-Next's names.
-* The last two columns of Megatron show what its packages do alone. The Megatron engine replaces
-  layers and completes configs, and supports more families."""
+* Qwen3.5: Megatron-Bridge 0.3.1 has no provider for its text models. The Megatron engine has a
+  bridge of its own, with Qwen3-Next's names.
+* The columns of Megatron show what its packages do alone. The Megatron engine replaces layers and
+  completes configs, and supports more families. Its tests [passed](nightly.md) with both pairs."""
 """Text before the tables."""
 
 
