@@ -46,6 +46,10 @@ class RunLock:
     the same id. When the owner is on another host, or this host has been restarted since, watch the
     heartbeat for at most `LEASE_S` seconds. Do the same for an empty or unreadable lock file, for
     example after a power failure: a living owner changes the file every `HEARTBEAT_S` seconds.
+
+    Two hosts with the same host name, both without PID namespaces, may both start if they do so
+    within milliseconds: filelock looks up the other's process id on its own host. The first one
+    notices it at its next heartbeat, and `check` stops it before it saves.
     """
 
     def __init__(self, folder: Path, *, lease_s: float = LEASE_S) -> None:

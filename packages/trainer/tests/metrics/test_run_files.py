@@ -1,3 +1,4 @@
+import json
 import math
 from pathlib import Path
 
@@ -125,8 +126,11 @@ def test_damaged_settings_are_ignored_with_a_warning(
 
 
 def test_damaged_start_is_left_out(tmp_path: Path) -> None:
-    (tmp_path / "starts.jsonl").write_text("[" * 100_000 + '\n{"command": "temper-train"}\n')
-    assert read_starts(tmp_path) == [{"command": "temper-train"}]
+    start = {"command": "temper-train", "time_s": 1.0}
+    damaged = ["[" * 100_000, "1", '{"command": "a", "time_r": 1.0}', '{"command": 1, "time_s": 1}']
+    lines = [*damaged, json.dumps(start)]
+    (tmp_path / "starts.jsonl").write_text("\n".join(lines) + "\n")
+    assert read_starts(tmp_path) == [start]
 
 
 def test_row_with_any_flipped_bit_is_read_or_left_out(tmp_path: Path) -> None:

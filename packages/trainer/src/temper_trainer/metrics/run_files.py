@@ -79,8 +79,8 @@ def _try_to_row(fields: Mapping[str, Any]) -> Row | None:
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     numbers = (row.time_s, *row.values.values())
-    is_whole = isinstance(row.phase, str) and all(isinstance(each, int | float) for each in numbers)
-    return row if is_whole else None
+    is_valid = isinstance(row.phase, str) and all(isinstance(each, int | float) for each in numbers)
+    return row if is_valid else None
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -305,6 +305,10 @@ def read_starts(directory: Path) -> list[dict[str, object]]:
         # Not UTF-8, not JSON, or nested too deep, as a damaged disk leaves.
         except (ValueError, RecursionError):
             continue
-        if isinstance(fields, dict):
+        if (
+            isinstance(fields, dict)
+            and isinstance(fields.get("command"), str)
+            and isinstance(fields.get("time_s"), int | float)
+        ):
             starts.append(fields)
     return starts
