@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -83,6 +84,13 @@ def import_object(path: str, *, key: str) -> Callable[..., Any]:
         )
     imported_object: Callable[..., Any] = member
     return imported_object
+
+
+def is_installed(module: str) -> bool:
+    """Return True if a top-level module can be imported, without importing it."""
+    spec = importlib.util.find_spec(module)
+    # A namespace package, such as the folder /tmp/ray seen from /tmp, is not the library.
+    return spec is not None and spec.origin is not None
 
 
 def _suggest_remedy(absent: str) -> str:

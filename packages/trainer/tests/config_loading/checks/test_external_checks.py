@@ -23,7 +23,7 @@ from temper_engine_api.specs import LoraSpec
 from temper_trainer.checkpoint.checkpointer import Checkpointer, check_resume_step
 from temper_trainer.checkpoint.trainer_state import TrainerState
 from temper_trainer.config_loading import load
-from temper_trainer.config_loading.checks import external_checks
+from temper_trainer.config_loading.checks import vllm_environment
 from temper_trainer.config_loading.checks.external_checks import (
     check_external_objects,
     check_libraries,
@@ -1148,7 +1148,7 @@ def test_hanging_interpreter_is_not_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(external_checks, "_LIST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(vllm_environment, "_LIST_TIMEOUT_S", 0.2)
     program = tmp_path / "python"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o755)
@@ -1157,7 +1157,7 @@ def test_hanging_interpreter_is_not_refused_before_the_run(
 
 
 def test_interpreter_of_this_environment_lists_its_packages() -> None:
-    environment = external_checks._describe_environment(sys.executable)
+    environment = vllm_environment.describe_environment(sys.executable)
     assert environment is not None
     assert {"temper_trainer", "temper_engine_api", "torch"} <= environment["packages"].keys()
 

@@ -3,22 +3,14 @@
 docs/how-to/check.md lists the checks.
 """
 
-import difflib
-import importlib.util
 import inspect
 import ipaddress
-import json
-import logging
 import shlex
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Collection, Iterator
 from dataclasses import fields, replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from temper_engine_api.capabilities import Capability, find_required_capabilities
 from temper_engine_api.checkpoint import verify
@@ -36,7 +28,6 @@ from temper_trainer.config.environment import (
     EnvironmentConfig,
     load_environment_class,
 )
-from temper_trainer.config.rollout import VllmConfig
 from temper_trainer.config.run import RunConfig
 from temper_trainer.config.run_folder_checks import (
     contains_run,
@@ -51,24 +42,21 @@ from temper_trainer.config_loading.checks.resumed_models import (
     ENGINES_WITH_PEFT,
     find_resumed_model_problems,
 )
+from temper_trainer.config_loading.checks.vllm_environment import (
+    check_vllm_environment,
+    find_vllm_problems,
+)
 from temper_trainer.config_loading.loading import is_set_by_user
 from temper_trainer.config_loading.resolved_config import LoadedConfig
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.reward.registry import check_rewards, iterate_selected_rewards
 from temper_trainer.rollout.completion_record import CompletionReplay
-from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.rollout.vllm.server_addresses import read_addresses, read_token
 from temper_trainer.run_lock import describe_write_error, find_lock_refusal
 from temper_trainer.runtime.engine_checks import find_engine_problems, iterate_engines
 from temper_trainer.runtime.placement import AVERAGED_ROLE, find_missing_cpus
-from temper_trainer.settings.names import import_object, is_within
+from temper_trainer.settings.names import import_object, is_installed, is_within
 from temper_trainer.settings.variants import Custom
-
-logger = logging.getLogger(__name__)
-
-
-_LIST_TIMEOUT_S = 10.0
-"""Maximum time for another interpreter to list its packages; 0.2 s on a local disk."""
 
 
 def check_external_objects(config: TrainerConfig) -> None:
@@ -84,7 +72,7 @@ def check_external_objects(config: TrainerConfig) -> None:
         *find_model_problems(config),
         *_find_run_problems(config),
         *_find_host_problems(config),
-        *_find_vllm_problems(config),
+        *find_vllm_problems(config),
     ]:
         raise ConfigError("\n".join(problems))
     if config.generates_completions:
@@ -220,122 +208,10 @@ def check_libraries(config: TrainerConfig) -> None:
     taught = [name for name, teacher in config.teachers.items() if teacher.backend == "vllm"]
     samples_here = config.generates_completions and not config.rollout.vllm.has_remote_servers
     if samples_here and config.rollout.sampler == "vllm":
-        _check_vllm("rollout.sampler is vllm", python=config.runtime.rollout_python)
+        check_vllm_environment("rollout.sampler is vllm", python=config.runtime.rollout_python)
     elif taught:
-        _check_vllm(f"teachers.{taught[0]}.backend is vllm", python=config.runtime.rollout_python)
-
-
-def _check_vllm(setting: str, *, python: str | None) -> None:
-    """Raise if an interpreter's packages cannot run vLLM servers.
-
-    `setting` starts the message: it is the setting that needs vLLM, such as "rollout.sampler is
-    vllm".
-
-    Packages are listed and not imported, because importing takes minutes. A mismatch of torchvision
-    and torch is only found when a server starts.
-    """
-    if python is None:
-        if not _is_installed("vllm"):
-            raise ConfigError(
-                f"{setting}, but vLLM is not installed here: run "
-                f"{format_install('temper-trainer[vllm]')}, or set "
-                "runtime.rollout_python to the Python of an environment that has it."
-            )
-        versions = vllm_versions.find_installed_versions()
-    else:
-        if shutil.which(python) is None:
-            raise ConfigError(
-                f"runtime.rollout_python is {python}, but there is no such program: give the "
-                "Python of an environment with vLLM, such as rollout-env/bin/python."
-            )
-        environment = _describe_environment(python)
-        if environment is None:
-            return
-        listed: dict[str, str] = environment["packages"]
-        missing = [
-            module.replace("_", "-")
-            for module in ("temper_trainer", "temper_engine_api")
-            if module not in listed
-        ]
-        if missing:
-            install = format_install(*missing, command=f"{python} -m pip install --no-deps")
-            vllm_note = "" if "vllm" in listed else f" It has no vLLM either: {setting}."
-            raise ConfigError(
-                f"runtime.rollout_python is {python}, which has no {' and no '.join(missing)}: run "
-                f"{install}.{vllm_note}"
-            )
-        versions = listed
-    if problem := vllm_versions.find_version_problem(versions, python=python or sys.executable):
-        raise ConfigError(f"{setting}: {problem}")
-
-
-@cache
-def _describe_environment(python: str) -> dict[str, Any] | None:
-    """Return packages and vLLM's options of another interpreter.
-
-    Returns:
-        The output of `vllm_versions`; None if the interpreter does not answer in time.
-
-    Raises:
-        ConfigError: If it is not a Python that can run servers.
-    """
-    # -P keeps the file's folder off sys.path, as `python -m` would.
-    command = [python, "-P", vllm_versions.__file__]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_LIST_TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        logger.warning(
-            "%s did not list its packages within %g s: its vLLM is checked when a server starts.",
-            python,
-            _LIST_TIMEOUT_S,
-        )
-        return None
-    except OSError as error:
-        raise ConfigError(
-            f"runtime.rollout_python is {python}, which cannot be executed: {error.strerror}."
-        ) from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise ConfigError(
-            f"runtime.rollout_python is {python}, which could not list its packages ({last}): "
-            "give a working Python, 3.11 or later."
-        )
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
-def _find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
-    """Yield arguments and load formats of servers that the vLLM of this host does not have."""
-    vllm, python = config.rollout.vllm, config.runtime.rollout_python or sys.executable
-    is_elsewhere = vllm.has_remote_servers or config.runtime.address is not None
-    if config.rollout.sampler != "vllm" or not config.generates_completions or is_elsewhere:
-        return
-    if not vllm.engine_kwargs and vllm.load_format == VllmConfig().load_format:
-        return
-    try:
-        environment = _describe_environment(python)
-    except ConfigError:  # raised again by `check_libraries`, because it concerns this host alone
-        environment = None
-    if environment is None or "vllm" not in environment["packages"]:
-        return
-    owner = f"which vLLM {environment['packages']['vllm']} in {python} does not have"
-    arguments, formats = environment.get("arguments"), environment.get("load_formats")
-    for name in vllm.engine_kwargs if arguments else ():
-        if name not in arguments:
-            near = difflib.get_close_matches(name, arguments, n=1)
-            remedy = (
-                f"did you mean {near[0]}?"
-                if near
-                else "remove it, or see the fields of vllm.EngineArgs."
-            )
-            yield f"rollout.vllm.engine_kwargs has {name}, {owner}: {remedy}"
-    if formats and vllm.load_format not in formats:
-        *others, last = formats
-        yield (
-            f"rollout.vllm.load_format is {vllm.load_format}, {owner}: use {', '.join(others)} or "
-            f"{last}."
+        check_vllm_environment(
+            f"teachers.{taught[0]}.backend is vllm", python=config.runtime.rollout_python
         )
 
 
@@ -520,12 +396,6 @@ def _find_missing(module: str, *, cause: str, package: str, remedy: str = "") ->
         package: Package of Temper with the extra that installs it.
         remedy: Completes "run ..., or", if there is another remedy.
     """
-    if not _is_installed(module):
+    if not is_installed(module):
         other = f", or {remedy}" if remedy else ""
         yield f"{cause}, but {module} is not installed: run {format_install(package)}{other}."
-
-
-def _is_installed(module: str) -> bool:
-    spec = importlib.util.find_spec(module)
-    # A namespace package, such as the folder /tmp/ray seen from /tmp, is not the library.
-    return spec is not None and spec.origin is not None
