@@ -63,6 +63,16 @@ def test_logarithmic_axis_has_plain_numbers() -> None:
     assert sum(lowest <= number <= highest for number in shown) >= 3
 
 
+def test_axis_of_ratios_has_their_values_and_no_offset() -> None:
+    axes = Figure().add_subplot()
+    panel = next(panel for panel in PANELS if "policy/ratio_mean" in panel.metrics)
+    rows = [row(i, panel.phase, policy__ratio_mean=1 + i / 10_000) for i in range(5)]
+    _draw_panel(axes, panel, rows=rows)
+    axes.figure.draw_without_rendering()
+    shown = [float(tick.get_text()) for tick in axes.get_yticklabels()]
+    assert shown == pytest.approx([1.0] * len(shown), abs=1e-3)
+
+
 @pytest.mark.parametrize(("phase", "kind"), [("dpo", "reward"), ("rm", "score")])
 def test_curves_of_a_run_on_pairs_are_drawn(tmp_path: Path, phase: str, kind: str) -> None:
     pairs = {f"preference__{name}_{kind}": 0.5 for name in ("chosen", "rejected")}

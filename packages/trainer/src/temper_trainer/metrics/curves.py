@@ -275,6 +275,9 @@ def _draw_panel(axes: Axes, panel: Panel, *, rows: Sequence[Row]) -> None:
         axes.yaxis.set_major_formatter(PlainLogFormatter())
         # Less than two powers of ten may be in sight: label other numbers, too.
         axes.yaxis.set_minor_formatter(PlainLogFormatter(minor_thresholds=(2, 0.5)))
+    else:
+        # Ratios are near 1: without this, ticks show the difference to an offset above the axis.
+        axes.ticklabel_format(axis="y", useOffset=False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(panel.title)
     axes.set_xlabel("update" if panel.phase in ("warm_start", "sft") else "step")
