@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -24,9 +25,6 @@ from tools.steps import REPORTS, STEPS, Step, print_report, run_in_parallel
 
 LIMIT_S = 180.0
 """Expected seconds of tests at which no more are added; files that were changed always run."""
-
-UNKNOWN_FILE_S = 10.0
-"""Expected seconds of a test file that the reports of `dev.py test` do not contain."""
 
 UNKNOWN_DISTANCE = 1000
 """Distance of the tests of a package whose data changed, if none of them names the data."""
@@ -100,7 +98,8 @@ def select_tests(
         changes: Files that differ.
         graph: Importers of each file.
         pages: Maps the path of each documentation page to its text.
-        durations: Seconds of each test of earlier runs, by test file.
+        durations: Seconds of each test of earlier runs, by test file. Others count as the mean of
+            their step.
         limit_s: Expected seconds at which no more files are added.
     """
     distances = graph.compute_distances(changes.paths)
@@ -116,8 +115,15 @@ def select_tests(
                     distances.setdefault(test_file, UNKNOWN_DISTANCE)
         elif path not in changes.deleted:
             without_tests.append(path)
+    means = _compute_mean_seconds(graph.tests)
     affected = [
-        _describe_file(path, distances[path], graph=graph, durations=durations)
+        _describe_file(
+            path,
+            distances[path],
+            graph=graph,
+            durations=durations,
+            unknown_s=means[_find_step(path)],
+        )
         for path in graph.tests
         if path in distances
     ]
@@ -298,6 +304,7 @@ def _describe_file(
     *,
     graph: FileGraph,
     durations: Mapping[str, Mapping[str, float]],
+    unknown_s: float,
 ) -> AffectedFile:
     slow = tuple(
         test.name
@@ -306,11 +313,15 @@ def _describe_file(
     )
     known = durations.get(path)
     seconds = (
-        sum(time_s for name, time_s in known.items() if name not in slow)
-        if known
-        else UNKNOWN_FILE_S
+        sum(time_s for name, time_s in known.items() if name not in slow) if known else unknown_s
     )
     return AffectedFile(path=path, distance=distance, slow_tests=slow, expected_s=seconds)
+
+
+def _compute_mean_seconds(tests: Iterable[str]) -> dict[str, float]:
+    """Return the seconds per test file of each step, by its budget: files without a report."""
+    num_files = Counter(map(_find_step, tests))
+    return {step.name: step.budget_s / max(num_files[step.name], 1) for step in STEPS}
 
 
 def _has_no_test_left(file: AffectedFile, *, graph: FileGraph) -> bool:

@@ -182,6 +182,18 @@ def test_nearest_files_come_first_up_to_the_limit_and_the_rest_is_printed(reposi
     )
 
 
+def test_file_without_a_report_counts_as_the_mean_of_its_step(repository: Path) -> None:
+    (repository / CORE / "src/made_core/base.py").write_text("X = 2\n")
+    budgets = {step.name: step.budget_s for step in STEPS}
+    expected = {Path(file.path).stem: file.expected_s for file in select(repository).chosen}
+    # The repository has two test files of engine-api, and three of the trainer.
+    assert expected == {
+        "test_base": budgets["engine-api"] / 2,
+        "test_batch": budgets["engine-api"] / 2,
+        "test_loop": budgets["trainer"] / 3,
+    }
+
+
 def test_changed_test_file_runs_beyond_the_limit(repository: Path) -> None:
     (repository / TRAINER / "tests/test_loop.py").write_text("def test_b(): pass\n")
     assert list_chosen(select(repository, limit_s=0.0)) == {"test_loop": 0}
