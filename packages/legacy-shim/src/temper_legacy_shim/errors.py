@@ -42,7 +42,7 @@ class UnsafeFileError(DamagedFileError):
 
     Args:
         message: for the user.
-        wanted: the global, as ``module.name``; empty where it is an opcode that is refused.
+        expected: the global, as ``module.name``; empty where it is an opcode that is refused.
     """
 
     def __init__(self, message: str, *, expected: str = "") -> None:
