@@ -54,6 +54,7 @@ UNITS = {
     "max_consecutive_skips": "updates",
     "max_kl": "nats",
     "max_model_len": "tokens",
+    "max_open": "environments",
     "max_restarts": "restarts",
     "max_retries": "retries",
     "usd_per_million_completion_tokens": "US dollars",
