@@ -106,6 +106,9 @@ class BridgeTranslation:
             model_bridge = _import_model_bridge().get_model_bridge(
                 getattr(transformers, class_name)
             )
+            # Newer bridges read these for their names; without files they have one name per expert.
+            model_bridge.hf_config = causal_lm_config
+            model_bridge.hf_pretrained = SimpleNamespace(config=causal_lm_config)
             auto_bridge = bridge.AutoBridge.from_hf_config(causal_lm_config)
             provider = auto_bridge.to_megatron_provider(load_weights=False)
         else:

@@ -29,6 +29,16 @@ class LatentAttention(MLASelfAttention):
     is_interleaved = True
     """True if neighboring dimensions rotate together, False for the two halves of a head."""
 
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the layers of the spec, as Megatron-Core before 0.19.
+
+        Later versions replace the projection of queries that are not compressed by a layer of
+        TransformerEngine with a norm, which the model does not have.
+        """
+        norms = ("q_layernorm", "kv_layernorm")
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", *norms)
+        return {name: getattr(submodules, name) for name in names}
+
     def forward(
         self,
         hidden_states: Tensor,
