@@ -10,7 +10,7 @@ Programs, each with its options in its docstring; the other modules belong to on
 | `train_arithmetic` | learning curves of whole runs | `train_gpu.md` |
 | `trainer_vllm` | steps with vLLM servers, killed servers | `rollout.md` |
 | `weight_sync` | transports of weights | `weight_sync.md` |
-| `gpu_page_commands` | whether the commands of docs/how-to/gpu.md run | |
+| `gpu_page_commands` | time and memory of the commands of docs/how-to/gpu.md and the README | |
 
 `float8_engine` and `transformer_engine_engines` are for the conformance kit. `pack_wheels` packs
 what a host without network lacks.

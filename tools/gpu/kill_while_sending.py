@@ -44,6 +44,6 @@ def send_and_kill(channel: WeightChannel, data: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    CollectiveTransport._send_once = count_set  # type: ignore[method-assign]
-    WeightChannel.send = send_and_kill  # type: ignore[method-assign]
+    CollectiveTransport._send_once = count_set  # type: ignore[method-assign, assignment]
+    WeightChannel.send = send_and_kill  # type: ignore[method-assign, assignment]
     sys.exit(temper_trainer.__main__.main())
