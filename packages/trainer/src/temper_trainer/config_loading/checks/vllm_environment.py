@@ -118,7 +118,9 @@ def find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
     if environment is None or "vllm" not in environment["packages"]:
         return
     owner = f"which vLLM {environment['packages']['vllm']} in {python} does not have"
-    arguments, formats = environment.get("arguments"), environment.get("load_formats")
+    # A list that could not be read from vLLM's source is missing.
+    arguments: list[str] = environment.get("arguments", [])
+    formats: list[str] = environment.get("load_formats", [])
     for name in vllm.engine_kwargs if arguments else ():
         if name not in arguments:
             near = difflib.get_close_matches(name, arguments, n=1)
