@@ -40,6 +40,7 @@ from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.tiny_models import TinyModel, get_auto_class, has_experts
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_megatron.bridge_compat import TESTED_MODEL_TYPES
+from temper_engine_megatron.huggingface.model_comparison import check_computes_alike
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path("docs/records/vllm_families.json")
@@ -141,6 +142,10 @@ def export(families: Sequence[str], *, folder: Path) -> dict[str, Export]:
             setup = oracle.make_setup(model, optimizer=ADAMW)
             batch = oracle.get_batch(model=model)
             engines = ENGINES if family in TESTED_MODEL_TYPES else ENGINES[:1]
+            if len(engines) > 1:
+                # Here, where it may take long; the engine then finds its result.
+                config = AutoConfig.from_pretrained(setup.model_path)
+                check_computes_alike(config, collective_timeout_s=600.0)
             weights, *others = (
                 pool.run(
                     export_around_update,
