@@ -511,7 +511,7 @@ def test_only_the_token_of_an_open_session_is_accepted() -> None:
             url = f"{client.base_url}chat/completions"
             headers = {"Authorization": f"Bearer {client.api_key}"}
             assert (await http.post(url, content=b"{}")).status_code == 401
-            not_text = {"Authorization": b"Bearer \xff"}
+            not_text = {b"Authorization": b"Bearer \xff"}
             assert (await http.post(url, content=b"{}", headers=not_text)).status_code == 401
             # OpenAI's client cannot send half of a character.
             half = b'{"messages": [{"role": "user", "content": "a"}], "stop": "\\ud800"}'

@@ -79,8 +79,8 @@ def _try_to_row(fields: Mapping[str, Any]) -> Row | None:
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     numbers = (row.time_s, *row.values.values())
-    is_valid = isinstance(row.phase, str) and all(isinstance(each, int | float) for each in numbers)
-    return row if is_valid else None
+    is_text = isinstance(fields["phase"], str)
+    return row if is_text and all(isinstance(each, int | float) for each in numbers) else None
 
 
 def read_rows(path: Path) -> Iterator[Row]:
