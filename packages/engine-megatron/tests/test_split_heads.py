@@ -128,3 +128,13 @@ def test_expert_matrices_that_do_not_divide_are_refused(config):
             expert_tensor_parallel=1,
         ),
     )
+
+
+def test_gated_attention_with_fewer_key_heads_than_ranks_is_refused(config):
+    # Megatron's gate has the shape of all heads then.
+    hf_config = AutoConfig.for_model("qwen3_next", num_attention_heads=16, num_key_value_heads=2)
+    settings = BridgeTranslation(hf_config).transformer_config
+    check_divisible_sizes(settings, replace(config, tensor_parallel=2, sequence_parallel=True))
+    split = replace(config, tensor_parallel=4, sequence_parallel=True)
+    with pytest.raises(ConfigError, match="tensor_parallel is 4, more than the model's 2 key"):
+        check_divisible_sizes(settings, split)

@@ -204,6 +204,13 @@ def check_divisible_sizes(transformer_config: Any, config: MegatronConfig) -> No
     """
     num_heads = transformer_config.num_attention_heads
     num_key_heads = transformer_config.num_query_groups or num_heads
+    if config.tensor_parallel > num_key_heads and getattr(
+        transformer_config, "attention_output_gate", False
+    ):
+        raise ConfigError(
+            f"tensor_parallel is {config.tensor_parallel}, more than the model's {num_key_heads} "
+            "key heads, which Megatron does not support with gated attention: lower it."
+        )
     splits = [
         ("tensor_parallel", config.tensor_parallel, num_heads, "the model's {} attention heads")
     ]
