@@ -40,6 +40,7 @@ from temper_engine_api.layout import Layout
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import ModelSpec
 from temper_engine_megatron.engine import MegatronEngine
+from temper_engine_megatron.layouts import LAYOUTS as ENGINE_LAYOUTS
 
 EXPERTS = TinyModel(
     name="qwen3-moe",
@@ -61,43 +62,16 @@ EXPERTS_WITHOUT_NORMALIZATION = replace(
 LAYOUTS = {
     layout.name: layout
     for layout in (
+        *ENGINE_LAYOUTS,
         Layout(name="one-rank", world_size=1),
         Layout(
             name="ep2", world_size=2, fields={"expert_parallel": 2, "distributed_optimizer": True}
         ),
-        Layout(
-            name="tp2-sp-ep2",
-            world_size=2,
-            fields={
-                "tensor_parallel": 2,
-                "sequence_parallel": True,
-                "expert_parallel": 2,
-                "expert_tensor_parallel": 1,
-            },
-        ),
-        Layout(
-            name="tp2-sp", world_size=2, fields={"tensor_parallel": 2, "sequence_parallel": True}
-        ),
         Layout(name="cp2-ep2", world_size=2, fields={"context_parallel": 2, "expert_parallel": 2}),
-        Layout(name="pp2", world_size=2, fields={"pipeline_parallel": 2}),
-        Layout(
-            name="pp2-vpp2", world_size=2, fields={"pipeline_parallel": 2, "virtual_pipeline": 2}
-        ),
         Layout(
             name="pp2-ep2",
             world_size=4,
             fields={"pipeline_parallel": 2, "expert_parallel": 2, "distributed_optimizer": True},
-        ),
-        Layout(
-            name="tp2-sp-pp2-ep2",
-            world_size=4,
-            fields={
-                "tensor_parallel": 2,
-                "sequence_parallel": True,
-                "pipeline_parallel": 2,
-                "expert_parallel": 2,
-                "expert_tensor_parallel": 1,
-            },
         ),
         Layout(
             name="tp2-sp-ep2-etp2",
