@@ -1,5 +1,7 @@
 """Test that steps run, count their tests, are killed in time, and are reported correctly."""
 
+import getpass
+import os
 import subprocess
 import sys
 import time
@@ -100,6 +102,36 @@ def test_a_pytest_run_that_dies_counts_as_a_failure(tmp_path: Path) -> None:
     file.write_text("import os\ndef test_a(): os._exit(9)\n")
     result = run_step(_pytest_step(file), python=PYTHON, root=tmp_path)
     assert result.counts == Counts(failed=1)
+
+
+def test_pytest_passes_if_a_parallel_step_removes_the_same_old_folder(tmp_path: Path) -> None:
+    """pytest's sessions of all steps tidy up the same folder, and may meet at one of its entries."""
+    (tmp_path / "test_one.py").write_text("def test_one(tmp_path): ...\n")
+    (tmp_path / "meets_another_session.py").write_text(
+        "import errno, os\n"
+        "real_rmdir = os.rmdir\n"
+        "def rmdir(path, *args, **kwargs):\n"
+        "    if 'garbage-' in str(path):\n"
+        "        raise OSError(errno.ENOTEMPTY, 'Directory not empty', path)\n"
+        "    real_rmdir(path, *args, **kwargs)\n"
+        "os.rmdir = rmdir\n"
+    )
+    user = getpass.getuser()
+    garbage = tmp_path / f"pytest-of-{user}" / "garbage-1"
+    garbage.mkdir(parents=True)
+    garbage.parent.chmod(0o700)
+    run = subprocess.run(
+        (
+            *(sys.executable, "-m", "pytest", "-q", "-p", "meets_another_session"),
+            *("-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "test_one.py"),
+        ),
+        cwd=tmp_path,
+        env=os.environ | {"PYTEST_DEBUG_TEMPROOT": str(tmp_path), "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert list(garbage.parent.glob("garbage-*")), "the folder was removed"
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 def test_nested_suites_are_added_up() -> None:
