@@ -105,7 +105,7 @@ def test_a_pytest_run_that_dies_counts_as_a_failure(tmp_path: Path) -> None:
 
 
 def test_pytest_passes_if_a_parallel_step_removes_the_same_old_folder(tmp_path: Path) -> None:
-    """At its end, each session of pytest removes old folders of all sessions."""
+    """Each session of pytest removes old folders of all sessions when it ends."""
     (tmp_path / "test_one.py").write_text("def test_one(tmp_path): ...\n")
     (tmp_path / "meets_another_session.py").write_text(
         "import errno, os\n"
