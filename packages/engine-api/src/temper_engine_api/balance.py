@@ -26,9 +26,10 @@ def assign_to_ranks(costs: Tensor, *, num_ranks: int) -> Tensor:
     time first; Graham 1969, "Bounds on multiprocessing timing anomalies"). Every rank has
     floor(N / num_ranks) slots or one more.
 
-    Then ranks swap items to lower the largest load. The last items had no choice of a rank, because
-    few slots were free: for 1024 log-normal lengths on 64 ranks that left an imbalance of up to
-    7 %. If no swap helps, single items move, and the numbers of items may differ by more than one.
+    Then ranks exchange items to lower the largest load. Without exchanges, 1024 log-normal lengths
+    on 64 ranks had an imbalance of up to 7 %, because few ranks have a free slot for the last
+    items. If no exchange lowers the largest load, single items move to other ranks. The numbers of
+    items may then differ by more than one.
 
     Args:
         costs: [N] int64, at least 0.

@@ -21,21 +21,21 @@ _FP8_DTYPES = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 _SCALE, _ACTIVATION_SCALE = "_scale_inv", ".activation_scale"
 _BLOCKS, _BLOCK_SCALES = "_blocks", "_scales"
 _FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Values of the OCP E2M1 format without the sign bit, which is the highest of four."""
+"""Values of OCP's E2M1 format by the lower three of its four bits; the highest bit is the sign."""
 _EXPONENT_BIAS = 127
 """Bias of E8M0, the format of MXFP4's scales."""
 
 
 def drop_quantization(config: Any) -> bool:
-    """Remove the quantization from a Hugging Face config, because `ModelFiles` undoes it.
+    """Remove the quantization from a Hugging Face config, because `ModelFiles` dequantizes weights.
 
-    transformers would keep FP8 layers on some GPUs and dequantize on other devices.
+    With the entry, transformers would build FP8 layers on some GPUs and dequantize elsewhere.
 
     Returns:
-        True if there was one.
+        True if the config had a quantization.
 
     Raises:
-        CapabilityError: If `ModelFiles` cannot undo it.
+        CapabilityError: If `ModelFiles` cannot dequantize such weights.
     """
     is_quantized = False
     for owner in (config, config.get_text_config(decoder=True)):
@@ -59,10 +59,11 @@ def _check_method(settings: Mapping[str, Any]) -> None:
 
 
 class ModelFiles(Mapping[str, Path]):
-    """Maps each weight to its file. Names, shapes and values are those without quantization.
+    """Maps each weight to its file.
 
-    FP8 weights have a tensor of scales, `NAME_scale_inv`. MXFP4 weights, which are those of joined
-    experts, consist of `NAME_blocks` and `NAME_scales`.
+    The weights have the names, shapes and values of a model without quantization. In the files, an
+    FP8 weight also has a tensor of scales, `NAME_scale_inv`. An MXFP4 weight, which holds all
+    experts of a layer, is stored as `NAME_blocks` and `NAME_scales`.
     """
 
     def __init__(self, folder: str | Path, *, open_file: Callable[..., Any]) -> None:
@@ -73,7 +74,7 @@ class ModelFiles(Mapping[str, Path]):
             open_file: `safetensors.safe_open`.
 
         Raises:
-            CapabilityError: If the weights have a quantization that cannot be undone.
+            CapabilityError: If the quantization of the weights is not supported.
         """
         self.folder = Path(folder)
         self._open_file = open_file
@@ -81,7 +82,7 @@ class ModelFiles(Mapping[str, Path]):
         if self._settings:
             _check_method(self._settings)
         self._tensors = _find_tensors(self.folder, open_file=open_file)
-        # Tensors in files that a weight is computed from, by its name.
+        # For each weight, the tensors in the files from which it is computed.
         self._sources: dict[str, tuple[str, ...]] = {}
         for name in self._tensors:
             if not self._is_scale(name):
@@ -93,13 +94,13 @@ class ModelFiles(Mapping[str, Path]):
         return bool(self._settings)
 
     def _is_scale(self, name: str) -> bool:
-        """Return True for a tensor of scales, which is no weight."""
+        """Return True if a tensor holds scales, not a weight."""
         if self._settings.get("quant_method") == "mxfp4":
             return name.removesuffix(_BLOCK_SCALES) + _BLOCKS in self._tensors
         return self.is_quantized and name.endswith((_SCALE, _ACTIVATION_SCALE))
 
     def _find_sources(self, name: str) -> dict[str, tuple[str, ...]]:
-        """Return the weight that a tensor belongs to, and the tensors that it is computed from."""
+        """Return a tensor's weight, mapped to the tensors from which the weight is computed."""
         method = self._settings.get("quant_method")
         if method == "mxfp4" and name.endswith(_BLOCKS):
             weight = name.removesuffix(_BLOCKS)
@@ -229,7 +230,7 @@ def dequantize_fp8(
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Unpack the MXFP4 weights of joined experts.
+    """Unpack an MXFP4 weight, which holds all experts of a layer.
 
     Args:
         blocks: [E, N, G, 16] uint8: two values in each byte, the first in the lower bits.

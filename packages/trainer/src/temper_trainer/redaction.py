@@ -57,11 +57,12 @@ _INTERRUPTION = r"(?:[\r\n]|\\{1,16}[rn]|\x1b\[[0-9;:]*[A-Za-z])+"
 terminal color codes. Repetitions are bounded, because a text may consist of backslashes.
 """
 _INTERRUPTIONS = re.compile(_INTERRUPTION)
+"""Matches each such text."""
 _CODE_POINT = re.compile(r"\\{1,16}(?:u([0-9a-f]{4})|x([0-9a-f]{2}))", re.IGNORECASE)
 """A character as JSON and Python quote it."""
 _HTML_NAMES = {"&": ("amp",), "<": ("lt",), ">": ("gt",), '"': ("quot",), "'": ("apos",)}
 _MAX_LAYERS = 4
-"""Maximum times that a text is taken for quoted, such as a URL in a URL."""
+"""Maximum number of times that quoting is undone; a URL in a URL is quoted twice."""
 
 _registered: set[str] = set()
 """Secrets of this process's configurations."""
@@ -77,7 +78,7 @@ def list_secret_variables() -> dict[str, str]:
     return {
         name: value
         for name, value in os.environ.items()
-        # A path to a file of secrets is none.
+        # The path of a file with secrets is no secret.
         if is_secret_variable(name) and len(value) >= MIN_SECRET_CHARS and not os.path.exists(value)
     }
 
@@ -171,11 +172,19 @@ def list_secret_forms(secret: str) -> frozenset[str]:
 def _list_alignments(
     encode: Callable[[bytes], bytes], data: bytes, *, num_before: int, bits: int
 ) -> set[str]:
-    """Return the encodings of `data` after `num_before` other bytes, with `bits` per character."""
-    # Leave out characters with bits of the preceding bytes.
+    """Return how base64 or base32 encodes `data` if `num_before` other bytes are before it.
+
+    Leave out the characters that depend on bytes before or after the data.
+
+    Args:
+        encode: The encoding.
+        data: The bytes of a secret.
+        num_before: Number of bytes before the data, modulo the bytes that are encoded together.
+        bits: Bits per character of the encoding.
+    """
     start = math.ceil(num_before * 8 / bits)
     text = encode(b"\0" * num_before + data).decode().rstrip("=")
-    # The last character depends on the next byte, unless the text ends with the secret.
+    # The last character depends on the byte after the data. If no byte follows, it is fixed.
     return {text[start:], text[start : (num_before + len(data)) * 8 // bits]}
 
 
@@ -185,7 +194,10 @@ def _unquote_secret(secret: str) -> str:
 
 
 def _unquote(text: str) -> str:
-    """Return a text without the quoting that `_quoted_pattern` matches, to search it quickly."""
+    """Return a text without the quoting that `_quoted_pattern` matches.
+
+    A search in the result is fast. It shows whether the slow pattern is needed.
+    """
     for _ in range(_MAX_LAYERS):
         before = text
         text = _INTERRUPTIONS.sub("", text)

@@ -151,8 +151,8 @@ def test_unknown_choice_lists_the_choices() -> None:
         (
             "~run.seed",
             (
-                "~run.seed resets a key that a file or group has set, but none sets run.seed: "
-                "remove it."
+                "~run.seed resets a key that a file or group has set, but no file or group sets "
+                "run.seed: remove ~run.seed."
             ),
         ),
     ],

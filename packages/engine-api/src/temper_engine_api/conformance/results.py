@@ -105,7 +105,7 @@ class ConformanceRun:
     num_deselected: int = 0
     """Number of tests that options such as -k or --groups left out."""
     num_waiting: int = 0
-    """Number of tests still to run; above 0 at the end if the run was stopped."""
+    """Number of tests that have not run yet; above 0 at the end if the run was stopped."""
 
     def count(self, group: str, layout: str, outcome: Outcome) -> int:
         """Count the tests of a group in a layout with this outcome."""

@@ -121,6 +121,7 @@ class CollectiveTracer:
             is_done: Queries the device without waiting for it, e.g. `torch.cuda.Event.query`.
         """
         self._pending_device_spans.append((self._current_span(), is_done))
+        # Also removes the finished spans from the list.
         self._oldest_unfinished()
 
     def close(self) -> None:
@@ -137,7 +138,7 @@ class CollectiveTracer:
         return Span(name=self._current_stage, detail=self.detail, since=self._since)
 
     def _oldest_unfinished(self) -> Span | None:
-        """Return the oldest stage that the device or the host has not finished."""
+        """Return the oldest stage that is not finished, and forget the stages that are."""
         while self._pending_device_spans:
             # One stream runs its kernels in order, so the oldest stage is the first to finish.
             span, is_done = self._pending_device_spans[0]

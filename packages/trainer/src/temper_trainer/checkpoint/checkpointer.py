@@ -296,9 +296,11 @@ class Checkpointer:
         return checkpoint
 
     def _check_later_steps(self, checkpoint: Path | None) -> None:
-        """Rename later steps of this run, or refuse to start if they are from elsewhere.
+        """Rename the later steps in the run folder, or raise if another run may have written them.
 
-        Check at the start: failing at the next save would lose the steps trained until then.
+        A run that resumes from a step in its own folder replaces the later steps there. Any other
+        run would write existing steps again. This is checked at the start: if the next save failed
+        instead, the steps trained until then would be lost.
         """
         done = 0 if checkpoint is None else self._read_step(checkpoint)
         later = [path for step, path in list_step_entries(self.root).items() if step > done]
@@ -314,6 +316,7 @@ class Checkpointer:
             )
 
     def _is_own(self, checkpoint: Path) -> bool:
+        """Return True if a checkpoint is a step in this run folder."""
         is_step = STEP_NAME.fullmatch(checkpoint.name) is not None
         return is_step and checkpoint.resolve().parent == self.root.resolve()
 

@@ -11,7 +11,7 @@ REPLACEMENTS = {
     "data.train_files": "data.train.paths=[FILE] with data.train=parquet or jsonl",
     "data.val_files": "data.eval.paths=[FILE] with data.eval=parquet or jsonl",
     "data.train_batch_size": "batching.prompts_per_step",
-    "data.val_batch_size": "nothing: rollout.max_concurrent sequences are decoded together",
+    "data.val_batch_size": "nothing: the sampler decodes rollout.max_concurrent sequences at once",
     "data.max_prompt_length": "data.max_prompt_tokens",
     "data.max_response_length": "sampling.max_tokens, and run.eval_sampling.max_tokens",
     "data.prompt_key": "data.train.prompt_key and data.eval.prompt_key",
@@ -20,9 +20,9 @@ REPLACEMENTS = {
     "algorithm.adv_estimator": "the group algorithm=NAME, or algorithm.advantage",
     "algorithm.lam": "algorithm.advantage.gae_lambda",
     "algorithm.use_kl_in_reward": "algorithm.kl_reward_coef above 0, and ref=frozen",
-    "algorithm.kl_penalty": "algorithm.kl_estimator (kl is k1, mse is k2, low_var_kl is k3)",
+    "algorithm.kl_penalty": "algorithm.kl_estimator (k1 for kl, k2 for mse, k3 for low_var_kl)",
     "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef",
-    "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantage=grpo (true) or dr_grpo (false)",
+    "algorithm.norm_adv_by_std_in_grpo": "algorithm.advantage (grpo for true, dr_grpo for false)",
     "actor_rollout_ref.model.path": "actor.engine.model.path",
     "actor_rollout_ref.model.lora_rank": "actor.engine.lora.rank",
     "actor_rollout_ref.model.use_remove_padding": "nothing: batches have no padding",
@@ -41,7 +41,9 @@ REPLACEMENTS = {
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
     "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_loss_coef above 0, and ref=frozen",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_loss_coef, and ref=frozen",
-    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_estimator (mse is k2, low_var_kl is k3)",
+    "actor_rollout_ref.actor.kl_loss_type": (
+        "algorithm.kl_estimator (k2 for mse, k3 for low_var_kl)"
+    ),
     "actor_rollout_ref.actor.loss_agg_mode": "algorithm.aggregation",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "actor.engine.offload.parameters",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "actor.engine.offload.optimizer",
@@ -58,7 +60,7 @@ REPLACEMENTS = {
     "critic.model": "critic.engine.model and critic.engine",
     "critic.fsdp": "critic.engine",
     "critic.megatron": "critic.engine",
-    "critic.strategy": "critic.engine.strategy (fsdp is fsdp1)",
+    "critic.strategy": "critic.engine.strategy (fsdp1 for fsdp)",
     "algorithm.kl_ctrl": "algorithm.kl_reward_coef and kl_controller",
     "algorithm.filter_groups": "algorithm.dynamic_sampling",
     "algorithm.use_pf_ppo": "algorithm.reweight",
@@ -70,8 +72,12 @@ REPLACEMENTS = {
     "custom_reward_function.path": "reward.function=package.module:function",
     "trainer.total_epochs": "run.total_epochs",
     "trainer.total_training_steps": "run.total_steps",
-    "trainer.save_freq": "run.save_every (-1 is 0); run.save_interval_s=null saves by steps alone",
-    "trainer.test_freq": "run.eval_every (-1 is 0: only before and after)",
+    "trainer.save_freq": (
+        "run.save_every (0 for -1), and run.save_interval_s=null, which turns off saves by time"
+    ),
+    "trainer.test_freq": (
+        "run.eval_every (0 for -1: evaluate only before the first and after the last step)"
+    ),
     "trainer.logger": "run.trackers",
     "trainer.default_local_dir": "run.dir",
     "trainer.resume_mode": "run.resume",
@@ -123,7 +129,7 @@ def describe_refused_teacher_key(key: str) -> str | None:
 
 
 def describe_old_config(name: str) -> str:
-    """Return a sentence, after a space, if a file name is that of an old configuration."""
+    """Return a hint for the end of an error message if a file name is an old configuration's."""
     return _OLD_CONFIG_HINT if _OLD_CONFIG_NAMES.fullmatch(name) else ""
 
 

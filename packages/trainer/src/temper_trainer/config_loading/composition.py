@@ -397,8 +397,8 @@ def _translate_hydra_error(error: Exception, *, repository: CachingConfigReposit
     deleted = re.search(r"Could not delete from config. '(.+)' does not exist", text)
     if deleted is not None:
         return (
-            f"~{deleted[1]} resets a key that a file or group has set, but none sets "
-            f"{deleted[1]}: remove it."
+            f"~{deleted[1]} resets a key that a file or group has set, but no file or group sets "
+            f"{deleted[1]}: remove ~{deleted[1]}."
         )
     return text
 

@@ -67,9 +67,9 @@ def build_help_text(*, overrides: Sequence[str], config_dir: str | None) -> str:
     """Return the help text.
 
     Args:
-        overrides: ``model_engine=NAME`` among them selects whose fields are listed under
-            ``engine``. Words without ``=`` are groups, blocks or keys; with any, only these are
-            explained.
+        overrides: Words of the command line. A word without ``=`` is a group, block or key. If
+            there are any, the text explains only these. ``model_engine=NAME`` selects the engine
+            whose fields are listed under ``engine``.
         config_dir: The user's folder, whose choices are listed too.
 
     Raises:

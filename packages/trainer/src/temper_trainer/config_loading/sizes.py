@@ -92,7 +92,8 @@ def _describe_additional_sampling(config: TrainerConfig, *, completions: int) ->
 def _inference_line(config: TrainerConfig) -> str:
     """Describe tasks eval and generate; their number of prompts is known once the data is read."""
     is_eval = config.task == "eval"
-    # Task eval samples as evaluations during training do, so that their results can be compared.
+    # Task eval uses the sampling settings of evaluations during training, so that the results of
+    # both can be compared.
     longest = (config.run.eval_sampling if is_eval else config.sampling).max_tokens
     longest = config.compute_max_rollout_tokens(longest)
     # A greedy evaluation takes one completion.
@@ -116,7 +117,7 @@ def _describe_demonstrations(steps: int, size: int) -> str:
 
 
 def _epochs_line(epochs: int) -> str:
-    return f"a run: {epochs:,} passes over the problems, with as many full steps as they fill"
+    return f"a run: {epochs:,} passes over the training data, with one step per full batch"
 
 
 def _teacher_line(name: str, teacher: TeacherConfig, *, engine: str) -> str:

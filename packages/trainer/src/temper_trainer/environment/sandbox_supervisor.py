@@ -71,7 +71,8 @@ class Call:
         children = [read_status(file).get("child-pid") for file in self.status_files]
         if None in children:  # not started yet
             return None
-        # The outer process's own /proc lists the inner one, under its process id in that namespace.
+        # With two bubblewraps, the inner one has a process id of the outer one's namespace, so look
+        # for it in the /proc of that namespace.
         processes = "".join(f"/proc/{child}/root" for child in children[:-1]) + "/proc"
         try:
             if self._count_files(f"{processes}/{children[-1]}/root") > self.limits.max_files:

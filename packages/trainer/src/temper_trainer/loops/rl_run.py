@@ -63,7 +63,7 @@ def run_rl(
     """Evaluate, train all steps, evaluate again, and write the model.
 
     Args:
-        config: The configuration, with models fitted to the tokenizer.
+        config: The configuration, as `fit_models_to_tokenizer` returns it.
         log: Log of the run.
         tokenizer: Tokenizer of all roles.
         prompts: Training prompts.

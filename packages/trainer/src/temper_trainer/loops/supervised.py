@@ -53,7 +53,7 @@ def run_supervised(
     """Run all steps of a stage, evaluate it, and write its model.
 
     Args:
-        config: The configuration, with models fitted to the tokenizer.
+        config: The configuration, as `fit_models_to_tokenizer` returns it.
         stage: The stage.
         log: Log of the run.
         tokenizer: Saved with the model.

@@ -99,7 +99,7 @@ def build_demonstration_stage(
     """Return the stage for task sft or the warm start.
 
     Args:
-        config: The configuration, with models fitted to the tokenizer.
+        config: The configuration, as `fit_models_to_tokenizer` returns it.
         phase: Name of the stage.
         rows: Rows to train on; unused for streamed data.
         tokenizer: Tokenizer of the actor.
@@ -137,7 +137,7 @@ def build_demonstration_stage(
         num_examples = len(demonstrations)
     engine, batch_size = config.actor.engine, config.batching.prompts_per_step
     if warm_start is not None:
-        # A warm start has its own length, learning rate and batch size: RL uses the others.
+        # A warm start has settings of its own: `run`, `batching` and `actor` have those of RL.
         engine = replace(engine, optimizer=warm_start.optimizer, schedule=warm_start.schedule)
         total_steps, batch_size = warm_start.total_steps, warm_start.batch_size
     else:
@@ -204,7 +204,14 @@ def build_preference_stage(
 def _stream_list(
     examples: Sequence[TrainingExample], *, data: DataConfig, seed: int, is_sorted: bool
 ) -> Callable[[DataCursor], ExampleStream]:
-    """Return a function that opens the stream of examples in memory; `is_sorted` by difficulty."""
+    """Return a function that opens a stream of examples in memory.
+
+    Args:
+        examples: All examples of an epoch.
+        data: Settings of the order.
+        seed: Seed of the order.
+        is_sorted: True to sort the examples by difficulty.
+    """
     curriculum: Curriculum[TrainingExample] = Curriculum(
         get_difficulty=lambda example: get_difficulty(list_demonstrations(example)[0].prompt),
         shuffled_fraction=data.shuffled_fraction,
@@ -226,7 +233,15 @@ def _stream_demonstrations(
     seed: int,
     report: Callable[[str], None],
 ) -> Callable[[DataCursor], ExampleStream]:
-    """Read, tokenize and check each row only when it is needed."""
+    """Return a function that opens a stream, which reads and tokenizes rows when they are needed.
+
+    Args:
+        data: Settings of the source and the order.
+        tokenizer: Tokenizer of the actor.
+        limit: Maximum number of tokens per example, and the key that sets it.
+        seed: Seed of the order.
+        report: Prints a line about dropped rows.
+    """
     source = data.train_sources["data.train"]
 
     def iterate_epoch() -> Iterator[TrainingExample]:
@@ -244,7 +259,7 @@ def _stream_demonstrations(
             yield from kept
         if num_kept < num_rows:
             report(f"dropped {num_rows - num_kept} of {num_rows} streamed rows as too long")
-        # Known only at the end: single conversations may lack weights.
+        # Check at the end of the epoch: a conversation may lack weights, but not all of them.
         if problem := describe_missing_weights(weighted, config=source):
             raise DataError(problem)
 

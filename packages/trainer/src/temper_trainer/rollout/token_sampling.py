@@ -137,6 +137,7 @@ def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
     padded = torch.nn.functional.pad(probabilities, (0, -num_tokens % size)).unflatten(
         -1, (-1, size)
     )
+    # [n, num_blocks]: the cumulative sum at the end of each block.
     ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
     target = points * ends[:, -1]
     block = (ends <= target[:, None]).sum(-1)

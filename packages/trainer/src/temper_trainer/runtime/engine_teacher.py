@@ -58,7 +58,7 @@ class EngineTeacher:
             replicas: Initialized worker groups with the same weights.
             max_tokens: Maximum number of tokens per micro-batch.
             vocab_size: Size of the policy's vocabulary. The teacher's most likely tokens are chosen
-                among smaller ids.
+                among the ids below it, because the policy has no others.
             owns_replicas: True to free the replicas in `close`.
         """
         self._owns_replicas = owns_replicas

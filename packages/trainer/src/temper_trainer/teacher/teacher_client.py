@@ -38,9 +38,10 @@ class TeacherSpec:
     """Routes and weights for all teachers."""
 
     routes: tuple[tuple[str, str], ...]
-    """(routing key value, teacher name)."""
+    """Pairs of a route, which is a value of the field `route_key` in the data, and the name of its
+    teacher."""
     weights: tuple[tuple[str, float], ...]
-    """(teacher name, factor for its loss or reward)."""
+    """Pairs of a teacher's name and the factor for its loss or reward."""
     top_k: int
     """Number of most likely tokens to request; 0 requests none."""
     timeout_s: float

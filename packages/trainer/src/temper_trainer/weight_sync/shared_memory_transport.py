@@ -83,8 +83,8 @@ class SharedMemoryTransport:
             return replica.call("load_files", buckets, version)
 
         self._sampler.load(start_load, version=version)
-        # The previous files are deleted only now. If a server had refused the new files, a
-        # restarted server would have needed the previous ones.
+        # Delete the previous files only after every server has loaded the new ones: if a server
+        # refuses the new files, a restarted server loads the previous ones.
         if self._previous is not None:
             self._actor.run_on_all(remove_folder, str(self._previous))
         self._previous = folder

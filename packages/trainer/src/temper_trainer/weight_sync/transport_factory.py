@@ -200,7 +200,7 @@ def _locate_senders(actor: RankGroup, *, may_use_gpu: bool) -> list[DeviceLocati
 
 def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:
     """Return the location of every worker; a server that has died is restarted first."""
-    # Otherwise the server count could change before the call.
+    # The call has one entry for each server, so no server may join or leave before it.
     with sampler.hold_members():
         answers = sampler.call_each("device_locations", [()] * len(sampler.replicas))
     # None is the answer of a server that has left.

@@ -50,14 +50,16 @@ class OracleCache:
     has_experts: bool = False
     """True if all models have MoE layers."""
     prescribes_experts: bool = False
-    """True if batches prescribe the experts that the oracle chooses, see `with_experts`."""
+    """True if batches tell the engine to use the experts that the oracle chooses; see
+    `with_experts`."""
     rank: Rank = field(default_factory=lambda: Rank(OracleEngine))
     """The rank that runs the oracle."""
     _batches: dict[tuple[object, ...], SequenceBatch] = field(default_factory=dict)
     _updates: dict[tuple[EngineSetup, str, int], tuple[Update, SequenceBatch]] = field(
         default_factory=dict
     )
-    """Values keep the batch alive, because the key contains its id."""
+    """Updates by setup, objective and `id(batch)`. Each entry keeps its batch alive, so that no
+    other batch gets the same id."""
 
     def make_setup(self, model: TinyModel, **fields: Any) -> EngineSetup:
         """Return the setup for a tiny model; `fields` are passed to EngineSetup."""
@@ -75,8 +77,9 @@ class OracleCache:
         """Return a cache whose models have MoE layers, in a subfolder.
 
         Args:
-            prescribes_experts: Let batches prescribe the experts. Without it, an engine in bf16
-                sends some tokens to other experts than the oracle, which computes in float32.
+            prescribes_experts: True to put the oracle's choice of experts into the batches, which
+                engines must then use. By its own choice, an engine in bf16 would send some tokens
+                to other experts than the oracle, which computes in float32.
         """
         folder = self.folder / "experts"
         folder.mkdir(exist_ok=True)
@@ -166,7 +169,7 @@ class OracleCache:
 
     def get_update(self, setup: EngineSetup, objective: Objective, batch: SequenceBatch) -> Update:
         """Return the oracle's update on the full mini-batch in one micro-batch."""
-        # Batches hold tensors, which are not hashable by value.
+        # Use the id, because batches contain tensors, which are not hashable by value.
         key = (setup, repr(objective), id(batch))
         if key not in self._updates:
             update = measure_update(self.rank, setup=setup, objective=objective, batch=batch)

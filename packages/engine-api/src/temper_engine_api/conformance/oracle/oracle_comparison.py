@@ -36,7 +36,10 @@ def check_outputs(
     split: Split = ONE_MICRO_BATCH,
     tolerance: Tolerance = LOGPROB,
 ) -> None:
-    """Request head outputs in one forward pass, and compare them with the oracle's."""
+    """Request head outputs in one forward pass, and compare them with the oracle's.
+
+    `split` divides the batch into micro-batches.
+    """
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=head_outputs, split=split
     )[0]
@@ -61,7 +64,10 @@ def check_update(
     split: Split = ONE_MICRO_BATCH,
     tolerance: Tolerance = GRADIENT,
 ) -> list[Update]:
-    """Compare gradients and merged loss with the oracle's; return each rank's update."""
+    """Compare gradients and merged loss with the oracle's, and return each rank's update.
+
+    `split` divides the batch into micro-batches.
+    """
     expected = oracle.get_update(setup, objective, batch)
     updates = engine_under_test.run(
         measure_update, setup=setup, objective=objective, batch=batch, split=split

@@ -114,7 +114,7 @@ def parse_messages(messages: object) -> list[dict[str, Any]]:
     """Return messages in the form that chat templates take.
 
     Raises:
-        RequestError: If there is none, or one is wrong.
+        RequestError: If there are no messages, or a message is malformed or not supported.
     """
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list with at least one message")

@@ -111,7 +111,7 @@ def build_components(
     """Start all components of an RL run; close them when the body ends or raises.
 
     Args:
-        config: The configuration, with models fitted to the tokenizer.
+        config: The configuration, as `fit_models_to_tokenizer` returns it.
         log: Log of the run.
         tokenizer: Tokenizer of all roles.
         prompts: Training prompts; at least one.
