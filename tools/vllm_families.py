@@ -263,11 +263,12 @@ def measure(
 def compare(actual: Tensor, expected: Tensor, *, is_median: bool) -> float:
     """Return the mean difference of log-probs, or the median.
 
-    In bf16, experts are compared by the median. Near ties, rounding sends a token to other experts,
-    in vLLM not the same tokens as in transformers, and moves its log-probs by more than one nat. A
-    few such tokens decide the mean: in gpt-oss 3 of 72, with a mean of 1.9. Where transformers in
-    float32 is given the experts that vLLM chose, the mean difference is 0.040, and that of
-    transformers in bf16 0.045.
+    Models with experts in bf16 are compared by the median. If two experts have close scores,
+    rounding decides which one a token gets, and the log-probs change by more than one nat. vLLM and
+    transformers round different tokens in this way. In gpt-oss, vLLM chooses other experts at 3 of
+    72 tokens. Their mean difference is 1.9, so they decide the mean of all tokens, 0.15. If
+    transformers in float32 uses the experts that vLLM chose, the mean difference is 0.040. The mean
+    difference of transformers in bf16 is 0.045.
     """
     differences = (actual - expected).abs()
     return float(differences.median() if is_median else differences.mean())

@@ -18,8 +18,8 @@ class FileRecord:
     """A file's path, size and checksum."""
 
     path: str
-    """Path with forward slashes, relative to the part in a PartReport, and to the step directory in
-    a manifest."""
+    """Path with forward slashes. In a PartReport it is relative to the directory of the part, and
+    in a manifest to the step directory."""
     num_bytes: int
     sha256: str
     """SHA-256 of the content, in hexadecimal."""
@@ -28,7 +28,7 @@ class FileRecord:
 @gatherable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartReport:
-    """Files that one rank of one participant wrote.
+    """Files that one rank wrote for one part of a checkpoint.
 
     Example:
         >>> record = FileRecord(path="optimizer/rank_0.safetensors", num_bytes=3, sha256="ba7816bf")

@@ -218,7 +218,8 @@ def remove_step(directory: Path, manifest: Manifest, *, is_read: bool = False) -
     Args:
         directory: The step.
         manifest: Manifest of the step.
-        is_read: Delete the step although ranks still hold read locks on it; they have loaded it.
+        is_read: True if all ranks have loaded the step. It is then deleted although they still
+            hold their read locks.
     """
     if directory.is_symlink():
         # Deleting would go through the link to an archive that this run did not write.

@@ -78,7 +78,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     Raises:
         CapabilityError: If the model mixes packed sequences, has layers between its last hidden
             state and its head, does not allow its attention to be replaced, or has weights with a
-            quantization that cannot be undone.
+            quantization that is not supported.
         ConfigError: If transformers does not know the architecture or needs a package that is not
             installed, or the model needs code from its directory and `trust_remote_code` is False.
         WeightError: If weights are missing or unexpected.
@@ -189,7 +189,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
     """Read a model's Hugging Face config, without the quantization of its weights.
 
     Raises:
-        CapabilityError: If weights have a quantization that cannot be undone.
+        CapabilityError: If the quantization of the weights is not supported.
         ConfigError: If the path is not a directory, the config needs code that may not run, or
             transformers does not know the architecture.
     """
@@ -387,7 +387,7 @@ def check_weight_headers(hf: PreTrainedModel, *, spec: ModelSpec) -> None:
 
     Raises:
         WeightError: If names or shapes differ; the message is that of `check_loading_report`.
-        CapabilityError: If weights have a quantization that cannot be undone.
+        CapabilityError: If the quantization of the weights is not supported.
     """
     files = find_model_files(spec)
     if spec.path is None or files is None:

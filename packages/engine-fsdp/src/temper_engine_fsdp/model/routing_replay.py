@@ -46,7 +46,8 @@ class ReplayedChoice(TorchFunctionMode):
         if func not in (torch.topk, Tensor.topk):
             return result
         scores, own = args[0], result.indices
-        # DeepSeek's routers also choose groups of experts, from other shapes.
+        # DeepSeek's routers also call topk to choose groups of experts. Those scores have another
+        # shape.
         if scores.shape != (len(self._choices), self._num_experts):
             return result
         if own.shape != self._choices.shape:
@@ -73,7 +74,7 @@ class ReplayedChoice(TorchFunctionMode):
 
 
 def check_choices(choices: Tensor, *, num_routers: int) -> None:
-    """Check that prescribed experts fit the model.
+    """Check that a batch's column of experts fits the model.
 
     Args:
         choices: Column of a batch or micro-batch, see `ROUTED_EXPERTS`.

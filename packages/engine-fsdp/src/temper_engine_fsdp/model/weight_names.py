@@ -22,7 +22,7 @@ def find_model_files(spec: ModelSpec) -> ModelFiles | None:
     """Find the safetensors files of a model; return None if there are none.
 
     Raises:
-        CapabilityError: If weights have a quantization that cannot be undone.
+        CapabilityError: If the quantization of the weights is not supported.
         WeightError: If weights are quantized and in files of another format.
     """
     files = None if spec.path is None else ModelFiles(spec.path, open_file=safe_open)

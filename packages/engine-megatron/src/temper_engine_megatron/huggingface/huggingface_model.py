@@ -44,7 +44,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
         The config without the quantization of the weights, which is undone when they are read.
 
     Raises:
-        CapabilityError: If weights have a quantization that cannot be undone.
+        CapabilityError: If the quantization of the weights is not supported.
         ConfigError: If transformers does not know the architecture or rejects its fields, or remote
             code is requested.
     """
@@ -231,7 +231,7 @@ def check_weight_headers(spec: ModelSpec, hf_config: PretrainedConfig) -> None:
 
     Raises:
         WeightError: If they differ from those of transformers' model.
-        CapabilityError: If weights have a quantization that cannot be undone.
+        CapabilityError: If the quantization of the weights is not supported.
     """
     if spec.path is None:
         return

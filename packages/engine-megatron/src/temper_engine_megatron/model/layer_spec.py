@@ -155,7 +155,7 @@ class _LayerKind:
     is_linear: bool
     """True for a layer with a state, such as linear attention."""
     mixes_tokens: bool
-    """False for a layer that has experts or an MLP only."""
+    """True for a layer with attention or a state; False if it has only an MLP or experts."""
 
 
 def build_block_spec(

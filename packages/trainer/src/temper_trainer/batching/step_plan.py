@@ -310,6 +310,11 @@ def pack_mini_batch(
 def measure_plan(plan: StepPlan, samples: SequenceBatch, *, role: str) -> dict[str, float]:
     """Return the ``batch/*`` metrics of a step for one role.
 
+    Args:
+        plan: Plan of the step.
+        samples: Samples of the step.
+        role: A trained role, such as ``actor``. The ranks of another role may get other samples.
+
     Returns:
         ``batch/tokens`` and ``batch/trained_tokens``: tokens in one pass. ``batch/updates``:
         mini-batches in all passes. ``batch/micro_batches``: micro-batches of each rank in one

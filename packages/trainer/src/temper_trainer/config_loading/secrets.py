@@ -261,8 +261,9 @@ def find_secret_values(
 def _has_secret(value: Plain, interpolation: str, key: str, *, secrets: list[str]) -> bool:
     """Return True if the value of an interpolation must not be written.
 
-    Besides names, the values of secret variables are searched for, because an interpolation may
-    refer to another key (`${reward.arguments.auth}`) or compute the variable's name.
+    The name of the key, or of an environment variable in the interpolation, may say so. Otherwise
+    compare the value with the known secrets, because an interpolation may refer to another key
+    (`${reward.arguments.auth}`) or compute the name of a variable.
     """
     if _is_secret(key) or any(map(is_secret_variable, _VARIABLE_NAME.findall(interpolation))):
         return True

@@ -249,7 +249,7 @@ def _tokenize(
 def _tokenize_teacher_prompts(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of the teacher's prompts; empty where it is the row's prompt."""
+    """Return the token ids of each row's prompt for the teacher; empty for rows without one."""
     indices = [i for i, row in enumerate(rows) if row.teacher_prompt is not None]
     others = [replace(rows[i], prompt=rows[i].teacher_prompt or "") for i in indices]
     if config.string_prompts == "user_message":
@@ -264,7 +264,7 @@ def _tokenize_teacher_prompts(
 def _tokenize_completions(
     rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[int, ...]]:
-    """Return the token ids of given completions with the end token; empty where there is none."""
+    """Return the token ids of each row's completion with the end token; empty without one."""
     # Tokenized without the prompt, as in demonstrations.
     return [
         ()

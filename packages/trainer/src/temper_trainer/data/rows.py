@@ -326,8 +326,14 @@ def _build_conversation_row(
 def parse_number(record: object, *, key: str, setting: str, location: str) -> float:
     """Return a finite number from a record.
 
+    Args:
+        record: A mapping of field names to values.
+        key: Name of the field.
+        setting: Configuration key that names the field, for the message.
+        location: File and line of the record, for the message.
+
     Raises:
-        DataError: If the field is missing or has another value.
+        DataError: If the field is missing, or its value is not a finite number.
     """
     assert isinstance(record, Mapping)
     _check_field(record, key, setting=setting, location=location)

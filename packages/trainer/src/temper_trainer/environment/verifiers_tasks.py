@@ -1,4 +1,6 @@
-"""Tasks of verifiers, whose agents request completions from the policy. Needs the extra.
+"""Run tasks of the library `verifiers`, whose agents request completions from the policy.
+
+The library is installed by the extra ``temper-trainer[verifiers]``.
 
 ``python -m temper_trainer.environment.verifiers_tasks TASKSET`` prints one row of data for each
 task. With `environment.name=agent`, `run_task` runs the task of a row.
@@ -27,7 +29,8 @@ class VerifiersError(TemperError, RuntimeError):
 async def run_task(task: AgentTask) -> float:
     """Run the task of a row, and return its reward.
 
-    The row has the fields ``taskset`` and ``task``, and may have ``harness``.
+    The row has the fields ``taskset`` and ``task``. The field ``harness``, if there is one, names
+    the program that verifiers runs as the agent; the default is that of the taskset.
 
     Raises:
         VerifiersError: If the agent or the scoring failed.
@@ -52,7 +55,7 @@ async def run_task(task: AgentTask) -> float:
 
 
 def list_rows(taskset: str) -> Iterator[dict[str, Any]]:
-    """Yield a row of data for each task, whose number `run_task` reads."""
+    """Yield a row of data for each task. `run_task` finds the task by the number in the row."""
     for number, task in enumerate(_load_tasks(taskset)):
         yield {
             "question": task.data.prompt_text,

@@ -44,12 +44,12 @@ _UNSUPPORTED_TYPES = frozenset(("chunked_attention",))
 
 
 def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """Build a causal language model in eval mode, with the attention that `kv_cache` defines.
+    """Build a causal language model in eval mode. The module `kv_cache` computes its attention.
 
     Raises:
         ConfigError: If model.path cannot be loaded, or transformers does not know
             model.architecture.
-        CapabilityError: If weights have a quantization that cannot be undone.
+        CapabilityError: If the quantization of the weights is not supported.
     """
     if spec.path is not None and not Path(spec.path).is_dir():
         raise ConfigError(

@@ -41,7 +41,7 @@ class PackedDelta:
     """
 
     counts: tuple[int, ...]
-    """Changed element count for each tensor in the bucket; FULL_TENSOR if all are sent."""
+    """Number of changed elements in each tensor of the bucket; FULL_TENSOR if all are sent."""
     num_bytes: int
     digest: int | None
     """Checksum of the delta's bytes, see `compute_digest`; None if checksums are off."""
@@ -238,7 +238,7 @@ def apply_delta(
         tensors: Contiguous CPU tensors.
         data: Bytes from `pack_delta`, on the CPU.
         entries: Layout of the bucket.
-        counts: See `PackedDelta.counts`.
+        counts: Number of changed elements in each tensor, as in `PackedDelta.counts`.
     """
     targets = {entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)}
     for entry, tensor_delta in unpack_delta(data, entries, counts):

@@ -63,7 +63,8 @@ def make_batch(
 ) -> SequenceBatch:
     """Build sequences of given lengths; tokens after the prompt are trained.
 
-    With `are_pairs`, sequences 2 i and 2 i + 1 are indivisible, otherwise each one is alone.
+    With `are_pairs`, sequences 2 i and 2 i + 1 form a group that stays on one rank and in one
+    micro-batch. Otherwise each sequence is a group.
     """
     draw = torch.Generator().manual_seed(seed)
     group_size = 2 if are_pairs else 1
@@ -81,7 +82,7 @@ def make_batch(
 def add_training_columns(
     batch: SequenceBatch, *, logprobs: Tensor, values: Tensor | None = None, seed: int = 0
 ) -> SequenceBatch:
-    """Add every column that a probe reads.
+    """Add the columns that the objectives of the tests read.
 
     Old log-probs and values are close enough to the model's that only some tokens are clipped.
 

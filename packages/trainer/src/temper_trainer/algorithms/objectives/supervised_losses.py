@@ -60,9 +60,10 @@ class SftObjective(Objective):
         return frozenset({SCALED_LOSS_WEIGHTS} if self.has_weights else ())
 
     def prepare(self, batch: SequenceBatch, *, seed: int) -> Mapping[str, Tensor]:
-        """Return the loss weights divided by their mean over the trained tokens, if there are any.
+        """Return the loss weights, scaled so that their mean over the trained tokens is 1.
 
-        Scaled weights add up to the trained token count, and the engine divides the loss by it.
+        The engine divides the loss by the number of trained tokens, which is then the sum of the
+        weights. Without loss weights, return no column.
         """
         if not self.has_weights:
             return {}

@@ -214,7 +214,7 @@ def _route_problems(
     source: DataSource,
     teachers: Mapping[str, TeacherConfig],
 ) -> Iterator[str]:
-    """Yield routes of training rows that no teacher has."""
+    """Yield a message if training rows have a route that no teacher has."""
     known = {name if teacher.route is None else teacher.route for name, teacher in teachers.items()}
     if unknown := sorted(routes - known):
         yield (

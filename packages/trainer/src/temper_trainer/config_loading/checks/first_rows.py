@@ -163,7 +163,7 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
 
 
 def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) -> Iterator[str]:
-    """Yield the first prompt that, with a completion, is longer than the sampler allows."""
+    """Yield a message if a prompt with its longest completion is too long for the sampler."""
     positions, reason = read_position_limit(config) or (None, "")
     limits = dict(iterate_completion_limits(config))
     limit_key = "sampling.max_tokens"
@@ -172,7 +172,7 @@ def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) 
     if positions is None or limit_key not in limits:
         return
     limit = limits[limit_key]
-    # A task with a sampler refuses to drop streamed prompts.
+    # Tasks rl and distill cannot drop streamed prompts, so do not advise it.
     remedy = (
         "remove the row"
         if config.data.streaming

@@ -25,7 +25,7 @@ def check_reward_calls(config: TrainerConfig) -> None:
 
     Raises:
         ConfigError: If a call raises, takes longer than reward.timeout_s, or returns no finite
-            number, in the words of the run.
+            number. The message describes the failure as a run would.
     """
     if config.generates_completions and (problems := list(_find_problems(config))):
         raise ConfigError("\n".join(problems))

@@ -204,8 +204,8 @@ class StopRequest:
     def protect_exit(self, context: AbstractContextManager[T]) -> Iterator[T]:
         """Open a context that no signal interrupts while it closes.
 
-        Entering it and the body can be interrupted as before. An error of either ends the run, so
-        later signals have no effect.
+        Opening the context and the body can be interrupted as before. An exception in either ends
+        the run, so later signals are ignored.
 
         Raises:
             WorkAbandoned: After the context has closed, for a signal that arrived meanwhile.
@@ -221,11 +221,11 @@ class StopRequest:
                 raise
 
     def settle(self) -> None:
-        """Let later signals have no effect, because the run ends in any case."""
+        """Ignore signals from now on, because the run ends in any case."""
         self._is_settled = True
 
     def make_interrupted(self, *, step: int, checkpoint: Path | None) -> RunInterrupted:
-        """Return the error that ends the run; later signals have no effect.
+        """Return the exception that ends the run, and ignore signals from now on.
 
         Args:
             step: The last saved step.

@@ -22,7 +22,7 @@ from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verif
 
 
 def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpointer:
-    """Return the checkpointer for a run folder or the folder of its warm start."""
+    """Return the checkpointer for a folder: the run's own, or the one of its warm start."""
     run = config.run
     return Checkpointer(
         root=folder.checkpoints,
@@ -40,8 +40,9 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
 
     Returns:
         Rows by ``train``, ``warm_start`` and the keys of ``DataConfig.eval_sources``. Only
-        ``train`` is always there. Empty for streamed data, and for preferences, which are read
-        elsewhere together with held-out sources.
+        ``train`` is always a key. Its list is empty if the data is streamed or consists of
+        preferences. `load_run_data` reads preferences, also those of the held-out sources, which
+        are then left out here.
     """
     has_preferences = config.preference_kind is not None
     is_read_elsewhere = config.data.streaming or has_preferences
@@ -79,7 +80,7 @@ class RunData:
     """
     tokenizer: PreTrainedTokenizerBase
     has_saved_tokenizer: bool
-    """True if the tokenizer belongs to existing weights."""
+    """True if weights that the run has trained before need this tokenizer."""
 
 
 def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path | None) -> RunData:
@@ -90,7 +91,8 @@ def load_run_data(config: TrainerConfig, *, folder: RunFolder, checkpoint: Path 
     if kind is not None:
         sources = {"train": config.data.train_sources["data.train"], **config.data.eval_sources}
         preferences = {key: load_preferences(each, kind=kind) for key, each in sources.items()}
-    # Before it is written: a new tokenizer is saved in the run folder, too.
+    # Check this before `load_or_train_tokenizer`, which also saves a new tokenizer in the run
+    # folder.
     has_saved_tokenizer = uses_saved_tokenizer(
         folder,
         task=config.task,
@@ -117,8 +119,9 @@ def fit_models_to_tokenizer(
 ) -> TrainerConfig:
     """Return the configuration with all models fitted to the tokenizer.
 
-    Models without a path get vocabulary size and special tokens. After a warm start, the actor and
-    every role whose path and architecture are the actor's start from ``trained_model`` instead.
+    Models without a path get the vocabulary size and the special tokens of the tokenizer. After a
+    warm start, the actor gets the path ``trained_model``, and so does every role that has the
+    actor's path and architecture.
 
     Args:
         config: The configuration.

@@ -54,7 +54,7 @@ class ServerSpec:
     sleep_level: int = 0
     """See rollout.vllm.sleep_level."""
     has_expert_choices: bool = False
-    """Return the chosen experts with each completion."""
+    """True if the server must return the chosen experts with each completion."""
     directory: str = ""
     """A temporary directory of this server, which the trainer creates and removes."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -138,7 +138,7 @@ class PackedCompletion:
 
     @classmethod
     def pack(cls, completion: Completion) -> "PackedCompletion":
-        """Return a server's completion for a message."""
+        """Return a completion in the form in which a server sends it."""
         return cls(
             request_id=completion.request_id,
             tokens=pack_tokens(completion.tokens).tobytes(),
@@ -149,7 +149,7 @@ class PackedCompletion:
         )
 
     def unpack(self) -> Completion:
-        """Return the completion, whose numbers are in arrays.
+        """Return the completion, with its numbers in arrays.
 
         Raises:
             MessageError: If there are not 4 bytes for each token.
@@ -202,7 +202,7 @@ def decode(data: bytes) -> Message:
 
 
 def encode_value(value: object) -> bytes:
-    """Encode the arguments of a call, as a tuple, or its result."""
+    """Encode the result of a call, or the tuple of its arguments."""
     return msgspec.msgpack.encode(value, enc_hook=_encode_experts)
 
 
@@ -234,7 +234,10 @@ def decode_result(result: CallResult) -> Any:
 
 
 def _encode_experts(value: object) -> msgspec.msgpack.Ext:
-    """Encode a [tokens, layers, K] int16 tensor, the only other type in a message."""
+    """Encode the [tokens, layers, K] int16 tensor of chosen experts.
+
+    It is the only type in a message that MessagePack does not know.
+    """
     import torch
 
     if not isinstance(value, torch.Tensor) or value.dtype != torch.int16 or value.dim() != 3:

@@ -79,7 +79,11 @@ class RoleActor:
         token: str,
         is_deprecated: bool,
     ) -> None:
-        """Set the variables of the role's process group and create the worker."""
+        """Set the variables of the role's process group, and create the worker.
+
+        `token` authenticates the ranks to the store at `address`. For the other arguments see
+        `make_worker`.
+        """
         os.environ.update(
             RANK=str(rank),
             WORLD_SIZE=str(world_size),
