@@ -73,7 +73,7 @@ def write_model_config(
 def write_adapter(
     description: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
 ) -> list[str]:
-    """Write `adapter/` in PEFT format; return the relative paths."""
+    """Write PEFT's adapter configuration and tensors to `adapter/`; return the relative paths."""
     folder = Path(directory, ADAPTER_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
@@ -146,7 +146,7 @@ def _write_shards(
         else ["model.safetensors"]
     )
     for name, shard in zip(names, shards, strict=True):
-        # All files read from one stream, so the shards have its order.
+        # `weights` is one stream for all files. The shards list its tensors in the same order.
         write_safetensors(folder / name, shard, weights)
     if count == 1:
         return [f"{FOLDER}/{names[0]}"]

@@ -105,7 +105,7 @@ class TorchOptimizer(ShardedOptimizer):
     def _check_update(self) -> None:
         """Try one update on the current parameters and undo it.
 
-        Collective if the class communicates.
+        Collective if the optimizer class communicates in `step()`.
 
         Raises:
             CapabilityError: If the class cannot update shards, or keeps a state that cannot be

@@ -21,17 +21,17 @@ LOAD_BALANCING_LOSS, Z_LOSS = "load_balancing_loss", "z_loss"
 
 
 class PrescribedChoice:
-    """The choice of prescribed experts, which Megatron's top-k function calls.
+    """Lets Megatron's top-k function choose the experts that a batch prescribes.
 
-    It has the interface of Megatron's `RouterReplay`, which keeps its instances and their state in
-    process globals.
+    It has the interface of Megatron's `RouterReplay`. That class keeps its instances and their
+    state in process globals.
     """
 
     def __init__(self, experts: Tensor | None) -> None:
         self.experts = experts
-        """[T, K] int64, -1 where the router chooses; after the choice, the experts in use.
+        """Prescribed experts [T, K] int64: -1 where the router chooses; None if it chooses all.
 
-        None lets the router choose all."""
+        `get_replay_topk` replaces them by the experts that are used."""
 
     def get_replay_topk(
         self,
@@ -112,8 +112,8 @@ class SequenceLossRouter(TopKRouter):
             return probs
         tokens = self._get_tokens()
         index = self._flatten(tokens.sequence_index)
-        # Not `routing_map`: for this loss, Megatron computes it without routing replay, groups of
-        # experts and the router's biases.
+        # Do not use `routing_map`: for this loss, Megatron chooses experts again, and ignores
+        # routing replay, groups of experts and the router's biases.
         experts = self.router_replay.experts
         assert experts is not None, "`routing` chooses them, and then calls this method"
         chosen = torch.zeros_like(routing_map, dtype=torch.float32).scatter_(1, experts, 1.0)
@@ -142,7 +142,10 @@ class SequenceLossRouter(TopKRouter):
         return self.tokens
 
     def _flatten(self, column: Tensor) -> Tensor:
-        """Return [R, S, ...] of this rank in the order of the logits, [S * R, ...]."""
+        """Flatten a column [R, S, ...] to [S * R, ...], the order of the logits.
+
+        With sequence parallelism, keep only the part of S that this rank has.
+        """
         if self.config.sequence_parallel:
             tp = self.tp_group
             column = column.chunk(tp.size(), dim=1)[tp.rank()]
@@ -235,9 +238,9 @@ def pop_choices(
 
 
 def keep_float32_biases(chunks: Iterable[Any]) -> None:
-    """Restore the biases that choose experts to float32, after a cast of all of a model.
+    """Convert the biases with which routers choose experts to float32, after a cast of the model.
 
-    In bf16, two experts with close scores would change places.
+    Rounded to bf16, a bias could change the order of experts with close scores.
     """
     for chunk in chunks:
         for module in chunk.modules():

@@ -18,8 +18,8 @@ from temper_engine_api.reduction import sum_per_sequence
 from temper_trainer.algorithms.kl import KlEstimator, estimate_kl
 
 RuleScope = Literal["token", "sum", "mean", "max"]
-"""token: each token by its own statistic; the others reject a completion by the sum, the mean or
-the largest statistic of its trained tokens."""
+"""Statistic that a rule compares: that of each token, or the sum, mean or maximum over the trained
+tokens of a completion. With `token`, the rule rejects single tokens, else whole completions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,9 @@ class RatioRule:
         return f"ratio_{self.over}"
 
     def find_kept(self, log_ratio: Tensor, *, samples: SequenceBatch) -> Tensor:
-        """Return [T] bool: True at tokens to keep; rules by completion treat its tokens alike.
+        """Return [T] bool: True at tokens to keep.
+
+        Unless ``over`` is ``token``, all tokens of a completion get the same value.
 
         Args:
             log_ratio: [T] float64 log p_old - log p_rollout, 0 at untrained tokens.
@@ -93,7 +95,9 @@ class KlRule:
         return f"{self.estimator}_{self.over}"
 
     def find_kept(self, log_ratio: Tensor, *, samples: SequenceBatch) -> Tensor:
-        """Return [T] bool: True at tokens to keep; rules by completion treat its tokens alike.
+        """Return [T] bool: True at tokens to keep.
+
+        Unless ``over`` is ``token``, all tokens of a completion get the same value.
 
         Args:
             log_ratio: [T] float64 log p_old - log p_rollout, 0 at untrained tokens.
@@ -120,7 +124,7 @@ class Rejection:
     is_kept: Tensor
     """[T] bool; False at untrained tokens."""
     metrics: dict[str, float]
-    """Rejected fractions of trained tokens and completions, together and by rule."""
+    """Fraction of the trained tokens that each rule rejects."""
 
 
 def apply_rejection_rules(
@@ -157,7 +161,7 @@ def _rejected_fraction(is_kept: Tensor, samples: SequenceBatch) -> float:
 
 
 def _gather_statistic(column: Tensor, *, over: RuleScope, samples: SequenceBatch) -> Tensor:
-    """Return [T] the statistic to compare for each token: the token's or its completion's."""
+    """Return the statistic to compare for each token [T]: the token's own or its completion's."""
     if over == "token":
         return column
     statistic = sum_per_sequence(torch.where(samples.loss_mask, column, 0.0), samples)

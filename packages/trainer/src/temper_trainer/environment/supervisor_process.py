@@ -100,7 +100,9 @@ class Watch:
         self._read(0.0)
 
     def wait(self) -> KillReason | None:
-        """Return why the supervisor has killed the program, or None; call it after the end.
+        """Return why the supervisor has killed the program, or None if it has not.
+
+        Call this method after the program has ended.
 
         Raises:
             BrokenEnvironmentError: If the supervisor has ended or does not answer.

@@ -277,16 +277,16 @@ def _save_on_failure(
     stop: StopRequest,
     boundary: StepBoundary,
 ) -> Iterator[None]:
-    """Save the state before the step in the body, if it ends before it has changed a weight.
+    """Save the previous step if the body, which runs a step, fails before it changes a weight.
 
-    A step spends most of its time before the first update: sampling, scoring, asking teachers.
+    A step spends most of its time before its first update: sampling, scoring, asking teachers.
 
     Args:
         previous_state: State before the step.
         roles: Workers whose weights the step changes.
         writer: Writes the checkpoint.
         stop: The process's stop request.
-        boundary: Knows which step was saved last, and has the log.
+        boundary: Has the number of the last saved step, and the log.
 
     Raises:
         RunInterrupted: Instead of WorkAbandoned.

@@ -118,7 +118,7 @@ def _read_newest(path: Path, *, count: int) -> list[dict[str, Any]]:
 
 
 def _embed(rows: Sequence[Mapping[str, object]], *, identifier: str, script: str) -> str:
-    # Completions of a model may contain any markup, which "<" would begin.
+    # Escape "<": a completion may contain "</script>", which would end the element.
     data = json.dumps(rows, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     source = files("temper_trainer.metrics").joinpath(script).read_text(encoding="utf-8")
     return (

@@ -97,8 +97,9 @@ class AsyncSampler:
             sampler: The sampler that does the work.
             max_concurrent: Maximum number of requests at a streaming sampler; None has no limit.
             interrupts: True if `pause` interrupts open requests; False if it waits for them.
-            tokenizer: Finds stop texts that span an interruption; None if no request has any, or
-                none is interrupted.
+            tokenizer: Decodes interrupted completions, to find a stop text that begins before an
+                interruption and ends after it. None if requests have no stop texts, or none is
+                interrupted.
             recorder: Records finished completions.
             replay: Returns recorded completions, so that nothing is sampled.
         """

@@ -139,12 +139,13 @@ class RolloutScheduler:
             make_environment: Makes the environment of a rollout; None for single-turn rollouts.
             named_environments: Configuration and factory of other environments, by the name in
                 `Prompt.environment`.
-            max_failure_fraction: Maximum fraction of the rollouts without an environment that may
-                fail.
+            max_failure_fraction: Limit for rollouts without an environment: the maximum fraction of
+                them that may fail. Environments have a limit in their configuration.
             max_sampling: Maximum number of open requests to a streaming sampler. Other requests
                 wait in the scheduler and later start with newer weights.
             interrupts: Interrupt open requests in a pause; False waits for them.
-            tokenizer: Finds stop texts that span an interruption; see `AsyncSampler`.
+            tokenizer: Decodes interrupted completions, to find a stop text that begins before an
+                interruption and ends after it; see `AsyncSampler`.
             recorder: Records completions; closed with the scheduler.
             replay: Returns recorded completions instead of sampling.
             vocab_size: Number of token ids that environments and agents may use; None does not

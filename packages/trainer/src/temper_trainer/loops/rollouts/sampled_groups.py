@@ -206,7 +206,10 @@ def choose_off_policy_prompts(num_prompts: int, *, fraction: float, seed: int) -
 def _make_given_conversation(
     request: SamplingRequest, *, prompt: Prompt, weight_version: int
 ) -> Conversation:
-    """Return the conversation with the prompt's given completion, up to the limit of samples."""
+    """Return a conversation with the completion that the data gives for the prompt.
+
+    The completion is cut after `max_tokens` tokens, as a sampled one would be.
+    """
     tokens = prompt.given_completion[: request.sampling.max_tokens]
     is_complete = len(tokens) == len(prompt.given_completion)
     completion = Completion(
@@ -357,8 +360,8 @@ def _check_environment_rewards(
     if algorithm.reads("components") and reward is not None:
         raise ConfigError(
             "algorithm.advantage gdpo uses only reward.components, but the environment gave a "
-            f"reward ({reward:g}), which would be ignored: compute it in a reward function among "
-            "the components, or choose another algorithm.advantage."
+            f"reward ({reward:g}), which would be ignored: compute it in a function of "
+            "reward.components, or choose another algorithm.advantage."
         )
 
 

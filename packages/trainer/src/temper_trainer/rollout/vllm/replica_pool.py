@@ -80,14 +80,15 @@ class ReplicaPool:
         self.version = 0
         """Version of the weights of ready servers."""
         self.last_load: StartLoad | None = None
-        """Loads the last weights; None before the first publish, and if they are lost."""
+        """Loads the last published weights into a server; None before the first publish, and if the
+        weights are lost."""
         self.weights_are_lost = False
-        """True if the last weights cannot be loaded again."""
+        """True if the last published weights are not stored, so no server can load them again."""
         self.is_closed = False
         self.num_restarts = 0
         """Number of restarts."""
         self.num_changes = 0
-        """Raised whenever a server is added, removed or replaced by a new process."""
+        """Number of times that a server was added, removed or replaced by a new process."""
 
     @property
     def ready(self) -> list[Member]:
@@ -154,17 +155,19 @@ class ReplicaPool:
             self._changed.wait(left_s)
 
     def add(self, replica: Replica) -> None:
-        """Add a running server, which waits for the next weights.
+        """Add a running server, which gets requests after the next weights are published.
 
-        If no other server is left, the next request loads the last weights into this one.
+        If no other server is ready, it gets them earlier: the next request first loads the last
+        weights into it (`wait_for_ready`).
         """
         member = Member(number=self._balancer.add(), replica=replica, state=MemberState.WAITING)
         self._members.append(member)
         self.num_changes += 1
         self._changed.notify_all()
         logger.info("%s has joined the run", replica.name)
-        # The watch thread runs this, and must not load weights: with some transports the actor
-        # would have to send them again, and it may be training.
+        # Do not load weights here. The watch thread calls this method, and with some transports the
+        # actor would have to send the weights while it trains. Before the first publish there are
+        # none to load, so a pool without a ready server can use this one at once.
         if not self.ready and self.last_load is None and not self.weights_are_lost:
             self.set_state(member, MemberState.READY)
 

@@ -192,7 +192,10 @@ def _parse_minor(version: str) -> tuple[int, int] | None:
 
 
 def _report_packages() -> dict[str, str]:
-    """Return package versions, and an empty version for each Temper package."""
+    """Return the versions of the installed packages by name.
+
+    Temper's packages have an empty version, because only their presence is checked.
+    """
     own = {
         name: ""
         for name in ("temper_trainer", "temper_engine_api")

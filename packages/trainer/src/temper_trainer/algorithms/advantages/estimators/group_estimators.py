@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @variant("grpo")
 class Grpo(AdvantageEstimator):
-    """Mean and standard deviation of the group (arXiv:2402.03300)."""
+    """Reward minus the group's mean, divided by the group's deviation (arXiv:2402.03300)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_grpo_advantages``."""
@@ -36,7 +36,7 @@ class Grpo(AdvantageEstimator):
 
 @variant("dr_grpo")
 class DrGrpo(AdvantageEstimator):
-    """Mean of the group, without dividing by its standard deviation (arXiv:2503.20783)."""
+    """Reward minus the group's mean (arXiv:2503.20783)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_grpo_advantages``."""
@@ -47,7 +47,7 @@ class DrGrpo(AdvantageEstimator):
 
 @variant("rloo")
 class Rloo(AdvantageEstimator):
-    """Mean of the group's other completions (arXiv:2402.14740)."""
+    """Reward minus the mean of the group's other completions (arXiv:2402.14740)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_rloo_advantages``."""
@@ -56,7 +56,7 @@ class Rloo(AdvantageEstimator):
 
 @variant("opo")
 class Opo(AdvantageEstimator):
-    """Mean of the group weighted by length (arXiv:2505.23585)."""
+    """Reward minus the group's mean, which is weighted by length (arXiv:2505.23585)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_opo_advantages``."""
@@ -68,7 +68,7 @@ class Opo(AdvantageEstimator):
 
 @variant("gpg")
 class Gpg(AdvantageEstimator):
-    """Mean of the group, scaled up for zero-std groups (arXiv:2504.02546)."""
+    """Reward minus the group's mean, times a factor for zero-std groups (arXiv:2504.02546)."""
 
     def estimate(self, step: StepRewards) -> tuple[Tensor, Tensor | None]:
         """Return the advantages of ``compute_gpg_advantages``."""
@@ -77,7 +77,7 @@ class Gpg(AdvantageEstimator):
 
 @variant("reinforce_plus_plus_baseline")
 class ReinforcePlusPlusBaseline(AdvantageEstimator):
-    """Mean of the group, whitened over the step (arXiv:2501.03262)."""
+    """Reward minus the group's mean, whitened over the step (arXiv:2501.03262)."""
 
     whitens: ClassVar[bool] = True
 
@@ -90,7 +90,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
 
 @variant("remax")
 class ReMax(AdvantageEstimator):
-    """Reward of the prompt's greedy completion (arXiv:2310.10505)."""
+    """Reward minus that of the prompt's greedy completion (arXiv:2310.10505)."""
 
     inputs: ClassVar[frozenset[str]] = frozenset({"baselines"})
     compares_group: ClassVar[bool] = False
@@ -103,7 +103,7 @@ class ReMax(AdvantageEstimator):
 
 @variant("gdpo")
 class Gdpo(AdvantageEstimator):
-    """GRPO for each of reward.components, summed and whitened (arXiv:2601.05242)."""
+    """GRPO for each of reward.components; their sum is whitened (arXiv:2601.05242)."""
 
     inputs: ClassVar[frozenset[str]] = frozenset({"components"})
 
@@ -132,8 +132,8 @@ def compute_grpo_advantages(rewards: Tensor, *, group_ids: Tensor, scale_by_std:
             overweight prompts with a small spread.
 
     Returns:
-        [B] float64. Exactly 0 in a group with equal rewards, even if their mean rounds, and in a
-        group of one.
+        [B] float64. Exactly 0 in a group of one and in a group with equal rewards, also where
+        rounding makes their mean differ from them.
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2 (outcome supervision); Liu et al.
     2025, arXiv:2503.20783.
@@ -196,12 +196,12 @@ def compute_opo_advantages(rewards: Tensor, *, lengths: Tensor, group_ids: Tenso
 
 
 def compute_gpg_advantages(rewards: Tensor, *, group_ids: Tensor) -> Tensor:
-    """Return rewards minus the group's mean, scaled up for completions in zero-std groups.
+    """Return rewards minus the group's mean, times a factor that makes up for zero-std groups.
 
         A_i = B / (B - M) * (r_i - mean(r))
 
-    M is the number of completions in groups with equal rewards, which have no gradient. The scale
-    keeps them from diluting the batch mean. There is no division by the standard deviation.
+    M is the number of completions in groups with equal rewards. Their advantages are 0, which makes
+    the mean loss of the batch smaller. There is no division by the standard deviation.
 
     Args:
         rewards: [B] one scalar per completion.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @variant("optimal_token_baseline")
 class OptimalTokenBaseline(AdvantageEstimator):
-    """Mean of the group at each position, weighted by gradient energy (arXiv:2602.07078)."""
+    """Reward-to-go minus the group's mean, weighted by gradient energy (arXiv:2602.07078)."""
 
     is_per_token: ClassVar[bool] = True
 

@@ -62,7 +62,7 @@ class Gae(AdvantageEstimator):
 
 @variant("vapo")
 class Vapo(AdvantageEstimator):
-    """GAE whose lambda grows with the length, and another for the critic (arXiv:2504.05118)."""
+    """GAE whose lambda grows with the length; the critic has its own (arXiv:2504.05118)."""
 
     inputs: ClassVar[frozenset[str]] = frozenset({"values"})
     compares_group: ClassVar[bool] = False
