@@ -115,6 +115,11 @@ def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) ->
     assert text.endswith(f"write {tmp_path}/huggingface, the model of that run.")
 
 
+def test_model_of_a_run_that_was_not_made_yet_is_made_first(there: list[str]) -> None:
+    text = refusal([*there, "actor.engine.model.path=runs/sft/huggingface"])
+    assert text.endswith("finish the run with run.dir=runs/sft first, or give another model.")
+
+
 @pytest.mark.parametrize(
     ("fields", "part"),
     [

@@ -194,6 +194,8 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
         remedy = "correct the path, or put the model there first."
         if _is_model(f"{path}/huggingface"):
             remedy = f"write {path}/huggingface, the model of that run."
+        if folder.name == "huggingface":
+            remedy = f"finish the run with run.dir={folder.parent} first, or give another model."
         if path.startswith(_HUB_ADDRESS):
             # A browser shows addresses such as ADDRESS/OWNER/NAME/tree/main.
             name = "/".join(path.removeprefix(_HUB_ADDRESS).split("/")[:2])
