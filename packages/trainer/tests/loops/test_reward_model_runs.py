@@ -151,3 +151,32 @@ def test_reward_model_on_ray_gives_the_metrics_of_one_process(
     finally:
         ray.shutdown()
     assert rows(tmp_path / "ray") == rows(tmp_path / "inline")
+
+
+# Nightly: test_rl_loop.py runs loop=async, and this file runs reward models on Ray.
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_reward_model_on_ray_scores_an_asynchronous_run(
+    run: Run, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = pytest.importorskip(
+        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+    )
+    rollouts: list[Rollout] = []
+
+    def watched(loop: StepLoop, *, step: int, **given: object) -> StepResult:
+        result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
+        rollouts.extend(result.rollouts)
+        return result
+
+    monkeypatch.setattr(StepLoop, "run_step", watched)
+    three = settings(trained, "reward.function=reward_model", "run.total_steps=3", "loop=async")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    try:
+        run(tmp_path / "run", *three, "runtime.kind=ray", base=())
+    finally:
+        ray.shutdown()
+    assert len(rollouts) == 3 * 32
+    assert [rollout.reward for rollout in rollouts] == pytest.approx(
+        scores_of(trained[0] / "huggingface", rollouts), rel=1e-4, abs=1e-5
+    )
