@@ -450,6 +450,26 @@ def test_no_passes_were_one_and_the_text_does_not_stay() -> None:
     assert result == {0: (1, False), 1: (1, True), 2: (2, True)}
 
 
+@pytest.mark.parametrize(
+    ("version", "config_name", "passes"),
+    [
+        ("v0.2", None, 1),
+        ("v0.2.0.post2", None, 1),
+        ("v0.2", "ppo_megatron_trainer", 4),
+        ("v0.3.0.post0", None, 4),
+    ],
+)
+def test_first_workers_of_fsdp_made_one_pass(
+    version: str, config_name: str | None, passes: int
+) -> None:
+    # dp_actor.py and dp_critic.py have a loop over ppo_epochs since v0.3.0.post0.
+    overrides = ("algorithm.adv_estimator=gae", "actor_rollout_ref.actor.ppo_epochs=4")
+    result = translated(version, *overrides, config_name=config_name)
+    assert values(result).get("batching.num_passes", 1) == passes
+    assert (result.tokens[-1].disposition == "dropped") == (passes == 1)
+    assert "critic-passes" not in rules_found(result, "person")
+
+
 def test_a_mini_batch_of_one_prompt_is_a_mini_batch() -> None:
     result = translated("v0.7.0", "actor_rollout_ref.actor.ppo_mini_batch_size=1")
     assert values(result)["batching.num_mini_batches"] == 64

@@ -125,15 +125,45 @@ def test_cosine_of_an_asynchronous_run_is_as_long_as_its_weight_syncs() -> None:
 
 
 @pytest.mark.parametrize("version", ["v0.4.1", "v0.9.1"])
-def test_other_aggregation_of_the_critic_is_a_question(version: str) -> None:
+def test_other_aggregation_of_the_critic_than_the_mean_over_tokens_is_a_hazard(
+    version: str,
+) -> None:
     # The critic's loss reads critic.loss_agg_mode, which follows the actor's by default.
     gae, mode = "algorithm.adv_estimator=gae", "loss_agg_mode=seq-mean-token-mean"
-    run = translated(version, gae, f"critic.{mode}")
-    assert "critic-aggregation" in rules_found(run, "person")
-    both = translated(version, gae, f"critic.{mode}", f"actor_rollout_ref.actor.{mode}")
-    without = translated(version, f"critic.{mode}")
-    for other in (both, without, translated(version, gae, f"actor_rollout_ref.actor.{mode}")):
-        assert "critic-aggregation" not in rules_found(other, "person")
+    actor = f"actor_rollout_ref.actor.{mode}"
+    for overrides in ((gae, f"critic.{mode}"), (gae, actor), (gae, actor, f"critic.{mode}")):
+        assert "critic-aggregation" in rules_found(translated(version, *overrides), "hazard")
+    for overrides in ((f"critic.{mode}",), (gae, actor, "critic.loss_agg_mode=token-mean")):
+        assert "critic-aggregation" not in rules_found(translated(version, *overrides), "hazard")
+    run = translated("v0.9.1", gae, "critic.loss_scale_factor=4096", f"critic.{mode}")
+    assert [token.disposition for token in run.tokens[-2:]] == ["dropped"] * 2
+
+
+@pytest.mark.parametrize(
+    ("version", "loss", "is_own"),
+    [
+        ("v0.6.0", "gspo", True),
+        ("v0.9.0", "gspo", True),
+        ("main", "gspo", True),
+        ("v0.9.1", "gspo", False),
+        ("v0.9.1", "sapo", True),
+        ("v0.9.1", "geo_mean", True),
+        ("v0.9.1", "cispo", False),
+    ],
+)
+def test_losses_with_an_aggregation_of_their_own_keep_it(
+    version: str, loss: str, is_own: bool
+) -> None:
+    # core_algos.py calls agg_loss with seq-mean-token-mean in them; geo_mean takes torch.mean.
+    actor = "actor_rollout_ref.actor"
+    given = f"{actor}.policy_loss.loss_mode={loss}"
+    expected = "sequence_mean_token_mean" if is_own else "token_mean"
+    for mode in ((), (f"{actor}.loss_agg_mode=token-mean",)):
+        run = translated(version, given, *mode)
+        assert effective(run, "algorithm.aggregation") == expected
+        assert "aggregation" not in rules_found(run, "hazard")
+    kl = translated(version, given, f"{actor}.use_kl_loss=True")
+    assert ("aggregation" in rules_found(kl, "hazard")) == is_own
 
 
 @pytest.mark.parametrize("version", ["v0.3.0.post1", "v0.7.1", "v0.9.1"])

@@ -173,7 +173,8 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         else estimator
     )
     prompts, mini = number(old("data.train_batch_size")), number(old(f"{A}.ppo_mini_batch_size"))
-    passes = number(old(f"{A}.ppo_epochs"))
+    has_passes = release(row) >= (0, 3) or is_on_megatron(row)
+    passes = number(old(f"{A}.ppo_epochs")) if has_passes else 1
     calls, per_call = (1, 1) if not is_async(row) else async_calls(old)
     if is_async(row):
         prompts = mini * calls * per_call
@@ -215,7 +216,7 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         else 0.2,
         "algorithm.policy_loss.dual_clip": old(f"{A}.clip_ratio_c") if can_clip else None,
         "algorithm.entropy_coef": old(f"{A}.entropy_coeff"),
-        "algorithm.aggregation": AGGREGATIONS[old(f"{A}.loss_agg_mode")],
+        "algorithm.aggregation": AGGREGATIONS[aggregation_of(old, row)],
         "batching.prompts_per_step": prompts,
         "batching.num_mini_batches": updates,
         "batching.num_passes": passes,
@@ -247,12 +248,11 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         else 1,
         "data.shuffle": True if old("data.shuffle") is None else old("data.shuffle"),
     }
-    if old(f"{A}.loss_agg_mode") == "seq-mean-token-sum-norm":
-        # Sums of rows over a fixed number: the one that was given, or the padded width of the
-        # responses.
-        result["algorithm.horizon"] = old(f"{A}.loss_scale_factor") or old(
-            "actor_rollout_ref.rollout.response_length"
-        )
+    if aggregation_of(old, row) == "seq-mean-token-sum-norm":
+        # Sums of rows over a fixed number: the one that was given to engines, or the padded width
+        # of the responses.
+        factor = None if has_old_workers(old, row) else old(f"{A}.loss_scale_factor")
+        result["algorithm.horizon"] = factor or old("actor_rollout_ref.rollout.response_length")
     if rank:
         result["actor.engine.lora.alpha"] = old(f"{adapter}alpha")
     result |= optimisation(
@@ -298,12 +298,23 @@ DTYPES: Mapping[object, str] = {
 }
 
 
+def aggregation_of(old: Old, row: Mapping[str, object]) -> object:
+    """Return how a policy loss was aggregated; some losses of core_algos.py read no key."""
+    loss = old(f"{A}.policy_loss.loss_mode")
+    if loss in ("sapo", "geo_mean") or (loss == "gspo" and row["tag"] != "v0.9.1"):
+        return "seq-mean-token-mean"
+    return old(f"{A}.loss_agg_mode")
+
+
+def has_old_workers(old: Old, row: Mapping[str, object]) -> bool:
+    is_off = release(row) >= (0, 7) and old("trainer.use_legacy_worker_impl") == "disable"
+    return release(row) < (0, 8) and not is_off
+
+
 def compute_dtype(old: Old, row: Mapping[str, object]) -> str:
     """Return the dtype of the actor's matmuls; the sampler has its own."""
     tag = release(row)
-    has_workers = (0, 6, 1) <= tag < (0, 8) and not (
-        tag >= (0, 7) and old("trainer.use_legacy_worker_impl") == "disable"
-    )
+    has_workers = tag >= (0, 6, 1) and has_old_workers(old, row)
     own = "megatron" if is_on_megatron(row) else "fsdp_config"
     is_read = tag >= (0, 6, 1) if is_on_megatron(row) else has_workers
     mixed = None if is_on_megatron(row) else old(f"{A}.fsdp_config.mixed_precision.param_dtype")

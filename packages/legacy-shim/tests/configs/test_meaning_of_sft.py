@@ -261,6 +261,26 @@ def test_thinking_argument_of_the_chat_template_is_a_question(value: str) -> Non
     assert run.tokens[1].disposition == "needs a person"
 
 
+@pytest.mark.parametrize(
+    ("version", "given", "level"),
+    [
+        ("v0.7.0", (), None),  # the key exists since v0.7.1
+        ("v0.7.1", (), "hazard"),
+        ("v0.9.1", (), "hazard"),
+        ("v0.9.1", ("data.enable_thinking_default=none",), "person"),
+        ("v0.9.1", ("data.enable_thinking_default=null",), None),
+    ],
+)
+def test_default_none_of_the_thinking_argument_is_a_text_and_counts_as_true(
+    version: str, given: tuple[str, ...], level: str | None
+) -> None:
+    # YAML's null is not none: multiturn_sft_dataset.py takes bool("none").
+    run = translate(["data.train_files=/t.parquet", *given], entry=SECOND, version=version)
+    findings = [each for each in run.findings if each.rule == "chat-template-kwargs"]
+    assert [each.level for each in findings] == ([level] if level else [])
+    assert all("enable_thinking=True" in each.message for each in findings)
+
+
 def test_schedule_of_fine_tuning_is_as_long_as_the_run() -> None:
     # sft_trainer.py replaces optim.total_training_steps by the trainer's own number.
     overrides = ["optim.lr_scheduler_type=cosine", "optim.total_training_steps=1000"]

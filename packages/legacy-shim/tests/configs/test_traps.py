@@ -175,6 +175,52 @@ def test_trap_f_dead_keys_are_honored() -> None:
     assert values(translated("v0.8.0", *gae))["critic.engine.sequence_parallel"] == 2
 
 
+@pytest.mark.parametrize(
+    ("version", "key", "config_name", "is_hazard"),
+    [
+        ("v0.4.1", "actor_rollout_ref.actor.grad_clip", None, True),
+        ("v0.9.1", "actor_rollout_ref.actor.optim.clip_grad", None, True),
+        ("v0.9.1", "actor_rollout_ref.actor.optim.clip_grad", "ppo_megatron_trainer", False),
+    ],
+)
+def test_gradients_that_fsdp_clipped_to_nothing_are_a_hazard(
+    version: str, key: str, config_name: str | None, *, is_hazard: bool
+) -> None:
+    # torch's clip_grad_norm_ multiplies by 0 / norm; Megatron clips only above 0.
+    result = translated(version, f"{key}=0", config_name=config_name)
+    assert values(result)["actor.engine.optimizer.clip_grad_norm"] is None
+    messages = [each.message for each in result.findings if each.rule == "grad-clip"]
+    assert [key in message and "multiplied" in message for message in messages] == [
+        True
+    ] * is_hazard
+
+
+@pytest.mark.parametrize(
+    ("version", "estimator", "how"),
+    [
+        ("v0.4.1", "gae", "as if the model had written"),
+        ("v0.4.1", "reinforce_plus_plus", "as if the model had written"),
+        ("v0.4.1", "grpo", None),  # compute_advantage gave it the loss mask
+        ("v0.5.0", "gae", None),
+        ("v0.8.0", "reinforce_plus_plus", "with a return of 0 for every completion but the last"),
+        ("v0.8.0", "reinforce_plus_plus_baseline", None),
+        ("v0.9.0", "reinforce_plus_plus", None),
+    ],
+)
+def test_tokens_of_tools_had_a_part_in_advantages_of_old_releases(
+    version: str, estimator: str, how: str | None
+) -> None:
+    # core_algos.py set running_return to 0 at masked tokens until v0.8.0, and compute_advantage
+    # gave the estimators the attention mask until v0.4.1.
+    turns = "actor_rollout_ref.rollout.multi_turn"
+    given = [f"{turns}.enable=True", f"{turns}.tool_config_path=/t.yaml"]
+    result = translated(version, f"algorithm.adv_estimator={estimator}", *given)
+    messages = [each.message for each in result.findings if "the advantages of" in each.message]
+    assert [str(how) in message for message in messages] == [True] * (how is not None)
+    single = translated(version, f"algorithm.adv_estimator={estimator}")
+    assert not any("the advantages of" in each.message for each in single.findings)
+
+
 def test_trap_g_the_trainer_of_v0_9_needs_no_key_of_its_own() -> None:
     result = translated("v0.9.0", "trainer.use_v1=False")
     assert result.tokens[-1].disposition == "dropped"
@@ -348,9 +394,52 @@ def test_the_divisor_is_the_one_that_applied() -> None:
 
     assert "which v0.6.1 padded to data.max_response_length, 512" in message("v0.6.1")
     assert "which v0.7.0 padded to data.max_response_length, 512" in message("v0.7.0")
-    assert "loss_scale_factor, 1000 (since v0.7.0, #4360)" in message(
-        "v0.7.0", "actor_rollout_ref.actor.loss_scale_factor=1000"
-    )
+
+
+SUM_NORM = "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm"
+FACTOR = "actor_rollout_ref.actor.loss_scale_factor=1000"
+
+
+@pytest.mark.parametrize(
+    ("version", "overrides", "horizon"),
+    [
+        ("v0.7.0", (), 512),
+        ("v0.7.1", (), 512),
+        ("v0.7.1", ("trainer.use_legacy_worker_impl=disable",), 1000),
+        ("v0.8.0", (), 1000),
+    ],
+)
+def test_old_workers_read_no_divisor(
+    version: str, overrides: tuple[str, ...], horizon: int
+) -> None:
+    # Only workers/utils/losses.py, which engines call, gives the factor to agg_loss.
+    result = translated(version, SUM_NORM, FACTOR, *overrides)
+    assert values(result)["algorithm.horizon"] == horizon
+    factor = next(token for token in result.tokens if token.text == FACTOR)
+    assert factor.disposition == ("dropped" if horizon == 512 else "moved")
+
+
+@pytest.mark.parametrize(
+    ("version", "overrides", "sums"),
+    [
+        ("v0.4.0", (), "of each micro-batch"),
+        ("v0.7.0", (), "of each micro-batch"),
+        ("v0.7.0", ("actor_rollout_ref.actor.use_dynamic_bsz=True",), "of each micro-batch"),
+        ("v0.7.0", ("trainer.use_legacy_worker_impl=disable",), "of each rank's mini-batch"),
+        ("v0.7.1", (), ""),
+        ("v0.9.1", (), ""),
+    ],
+)
+def test_norm_of_sums_had_no_mean_over_completions_before_v0_7_1(
+    version: str, overrides: tuple[str, ...], sums: str
+) -> None:
+    # core_algos.agg_loss: torch.sum(seq_losses) / width until v0.7.0, then a mean over sequences.
+    result = translated(version, SUM_NORM, *overrides)
+    messages = [each.message for each in result.findings if each.rule == "divisors"]
+    assert [message for message in messages if "sum over the" in message and sums in message] == [
+        message for message in messages if sums
+    ]
+    assert bool(sums) <= bool(messages)
 
 
 def test_an_image_model_is_never_accepted() -> None:

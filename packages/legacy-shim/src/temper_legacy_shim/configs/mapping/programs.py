@@ -178,10 +178,12 @@ def _messages(draft: Draft, key: str) -> None:
             verbatim=True,
         )
     thinking = "data.enable_thinking_default"
-    if isinstance(value := draft.old.get(thinking), bool):
-        draft.find(
-            "chat-template-kwargs", thinking, source=thinking, name="enable_thinking", value=value
-        )
+    given, name = draft.old.get(thinking), "enable_thinking"
+    # The default is the text none, which Python takes for true.
+    if given is not None and draft.old.is_set(thinking):
+        draft.find("chat-template-kwargs", thinking, source=thinking, name=name, value=bool(given))
+    elif given is not None:
+        draft.find("chat-template-kwargs.default", thinking)
     if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
         draft.find("sft-tools", "data.tools_key")
 

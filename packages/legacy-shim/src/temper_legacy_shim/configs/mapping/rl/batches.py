@@ -45,17 +45,25 @@ def build_batches(draft: Draft) -> None:
     _updates(draft, prompts=prompts, keys=keys)
     _check_ranks(draft, prompts=prompts, keys=keys)
     _check_critic(draft)
-    passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
+    _passes(draft)
+    _tokens(draft)
+
+
+def _passes(draft: Draft) -> None:
+    """Set the passes over the samples of a step, which all roles make."""
+    key, critics = "actor_rollout_ref.actor.ppo_epochs", "critic.ppo_epochs"
+    if not draft.since("v0.3.0.post0") and not is_megatron(draft):
+        for each in (key, critics):
+            draft.explain_drop(each, f"FSDP's workers of {draft.old.version} made one pass")
+        return
+    passes, epochs = draft.integer(key), draft.integer(critics)
     # The new run raises a number below 1, so the old text must not be copied.
     is_other = passes is None or passes >= 1
     draft.put(
-        "batching.num_passes",
-        max(1, passes or 1),
-        rule="passes",
-        old=["actor_rollout_ref.actor.ppo_epochs"],
-        verbatim=is_other,
+        "batching.num_passes", max(1, passes or 1), rule="passes", old=[key], verbatim=is_other
     )
-    _tokens(draft)
+    if needs_critic(draft) and epochs is not None and epochs != (passes or 1):
+        draft.find("critic-passes", critics, epochs=epochs)
 
 
 def _check_generated(draft: Draft, *, prompts: int) -> None:
@@ -180,9 +188,6 @@ def _check_critic(draft: Draft) -> None:
         key = "critic.ppo_mini_batch_size"
         name = "critic-mini-batches.set" if draft.old.is_set(key) else "critic-mini-batches.default"
         draft.find(name, key, mini=mini, note=note, actor=actor)
-    epochs = draft.integer("critic.ppo_epochs")
-    if epochs is not None and epochs != (draft.integer("actor_rollout_ref.actor.ppo_epochs") or 1):
-        draft.find("critic-passes", "critic.ppo_epochs", epochs=epochs)
 
 
 def _tokens(draft: Draft) -> None:

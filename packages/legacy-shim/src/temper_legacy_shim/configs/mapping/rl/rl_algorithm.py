@@ -14,7 +14,9 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     takes_sampler_logprobs,
     updates_per_step,
 )
+from temper_legacy_shim.configs.mapping.roles.numerics_changes import has_engines
 from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.translation import Setting
 
 ACTOR = "actor_rollout_ref.actor"
 _ADVANTAGES = {
@@ -57,21 +59,48 @@ def build_algorithm(draft: Draft) -> None:
     name = _advantage(draft)
     build_policy_loss(draft)
     _clip(draft)
-    apply_rules(
-        draft, "aggregation", "horizon", "entropy", blocks={"response": response_key(draft)}
-    )
-    _check_critic_aggregation(draft)
+    _aggregation(draft)
     _kl(draft)
     facts = {"estimator": name}
     apply_rules(draft, "gamma", "gae-lambda", "whitening", "value-clip", facts=facts)
 
 
-def _check_critic_aggregation(draft: Draft) -> None:
-    """Ask about a critic whose loss was aggregated in another way than the actor's."""
-    key = "critic.loss_agg_mode"
-    own, actor = draft.text(key), draft.text("actor_rollout_ref.actor.loss_agg_mode")
-    if needs_critic(draft) and key in draft.old.origin and own != actor:
-        draft.find("critic-aggregation", key, own=own, actor=actor)
+def _aggregation(draft: Draft) -> None:
+    """Set the aggregation of the policy's losses, and report a critic that had another one."""
+    key, mode = f"{ACTOR}.loss_agg_mode", draft.text(f"{ACTOR}.loss_agg_mode") or "token-mean"
+    loss = draft.settings.get("algorithm.policy_loss.name")
+    if loss is not None and mode != "seq-mean-token-mean" and _has_own_aggregation(draft, loss):
+        draft.put(
+            "algorithm.aggregation",
+            "sequence_mean_token_mean",
+            rule="aggregation",
+            old=loss.old_keys,
+        )
+        draft.explain_drop(key, f"{loss.value} took the mean of completions' means in any case")
+        if kl_coefs(draft)[0] > 0 or draft.number(f"{ACTOR}.entropy_coeff"):
+            draft.find("aggregation.terms", key, loss=loss.value, mode=mode)
+    else:
+        apply_rules(draft, "aggregation", "horizon", blocks={"divisor": _divisor(draft)})
+    apply_rules(draft, "entropy")
+    critic = draft.text("critic.loss_agg_mode") or "token-mean"
+    if needs_critic(draft) and critic != "token-mean":
+        draft.find("critic-aggregation", "critic.loss_agg_mode", mode=critic)
+
+
+def _has_own_aggregation(draft: Draft, loss: Setting) -> bool:
+    """Check if a loss was a mean over completions whatever loss_agg_mode was."""
+    return loss.value in ("gmpo", "sapo") or (loss.value == "gspo" and not draft.since("v0.9.1"))
+
+
+def _divisor(draft: Draft) -> str:
+    """Return the key of the number that seq-mean-token-sum-norm divided by."""
+    factor = f"{ACTOR}.loss_scale_factor"
+    if draft.old.get(factor) is None:
+        return response_key(draft)
+    if has_engines(draft):
+        return factor
+    draft.explain_drop(factor, "only engines read it: the old workers divided by the padded width")
+    return response_key(draft)
 
 
 def _advantage(draft: Draft) -> str:

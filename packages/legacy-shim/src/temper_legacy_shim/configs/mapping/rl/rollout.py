@@ -2,7 +2,12 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
-from temper_legacy_shim.configs.mapping.rl.rl_facts import is_async, is_one_step_off, response_key
+from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    advantage,
+    is_async,
+    is_one_step_off,
+    response_key,
+)
 from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS, world_size
 from temper_legacy_shim.configs.mapping.rules import apply_rules
 
@@ -196,6 +201,8 @@ _LOOPS = (
     "async_partial_tool_agent",
 )
 """Agent loops that the releases registered; others are the user's code."""
+_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
+"""Estimators without a critic whose advantages are normalized over the tokens of the mask."""
 _HERMES = ("", "hermes", "chatml")
 """Words for calls written as <tool_call>{...}</tool_call>; chatml was v0.4.0's."""
 
@@ -218,6 +225,8 @@ def build_turns(draft: Draft) -> None:
         if draft.switch(f"{TURNS}.enable"):
             draft.find("multi-turn.no-tools", f"{TURNS}.enable")
         draft.explain_drop(TURNS, "one completion for each prompt: nothing answers it")
+    if own or tools:
+        _check_advantages(draft)
     draft.explain_drop(
         _LOOP, "with tools the loop is an environment, and without it is one completion"
     )
@@ -225,6 +234,18 @@ def build_turns(draft: Draft) -> None:
         "actor_rollout_ref.rollout.agent",
         "how many processes ran the rollouts; servers are asynchronous anyway",
     )
+
+
+def _check_advantages(draft: Draft) -> None:
+    """Report estimators in which the tokens between completions had a part."""
+    name = advantage(draft)
+    if not draft.since("v0.5.0") and name in ("gae", *_WHITENED):
+        how = "as if the model had written what answered it"
+    elif name == _WHITENED[0] and draft.since("v0.5.0") and not draft.since("v0.9.0"):
+        how = "with a return of 0 for every completion but the last of a rollout"
+    else:
+        return
+    draft.find("multi-turn.advantages", "algorithm.adv_estimator", name=name, how=how)
 
 
 def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:

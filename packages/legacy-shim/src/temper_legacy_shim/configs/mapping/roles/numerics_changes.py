@@ -20,6 +20,7 @@ def build_numerics(draft: Draft) -> None:
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
         draft.find("worker-switch.unknown", SWITCH, given=given)
         return
+    _sums(draft)
     if has_engines(draft):
         draft.explain_drop(
             SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable"
@@ -94,11 +95,23 @@ def _differences(draft: Draft) -> None:
     if sentence := _logged(draft, parts=parts):
         draft.find("summed-metrics", sentence=sentence)
     divisor = draft.settings.get("algorithm.horizon")
-    if divisor is not None:
+    if divisor is not None and draft.since("v0.7.1"):
         draft.find(
-            "divisors",
+            "divisors.means",
             "actor_rollout_ref.actor.loss_agg_mode",
             detail=_divisor(draft, divisor.value),
+        )
+
+
+def _sums(draft: Draft) -> None:
+    """Report that seq-mean-token-sum-norm took no mean over completions before v0.7.1."""
+    divisor = draft.settings.get("algorithm.horizon")
+    if divisor is not None and not draft.since("v0.7.1"):
+        draft.find(
+            "divisors.sums",
+            "actor_rollout_ref.actor.loss_agg_mode",
+            detail=_divisor(draft, divisor.value),
+            part="rank's mini-batch" if has_engines(draft) else "micro-batch",
         )
 
 
@@ -139,8 +152,8 @@ def _logged(draft: Draft, *, parts: int) -> str:
 
 def _divisor(draft: Draft, width: Plain) -> str:
     """Describe the divisor of that aggregation in the release."""
-    if draft.old.get("actor_rollout_ref.actor.loss_scale_factor") is not None:
-        return f"loss_scale_factor, {width} (since v0.7.0, #4360)"
+    if has_engines(draft) and draft.old.get(f"{ACTOR.block}.loss_scale_factor") is not None:
+        return f"loss_scale_factor, {width} (#4360)"
     return (
         f"the width of the padded completions, which {draft.old.version} padded to "
         f"{response_key(draft)}, {width}"

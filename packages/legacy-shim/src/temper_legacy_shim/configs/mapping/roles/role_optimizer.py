@@ -76,6 +76,8 @@ def _clip(draft: Draft, role: OldRole) -> None:
         norm = draft.number(key)
         if norm is not None and norm <= 0:  # Megatron's word for never
             draft.put(f"{role.engine}.optimizer.clip_grad_norm", None, rule="grad-clip", old=[key])
+            if not is_megatron(draft):
+                draft.find("grad-clip.nothing", key, norm=norm)
         else:
             draft.copy(
                 f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number"
