@@ -163,7 +163,7 @@ def test_gradient_that_is_not_finite_is_reported():
 
 def test_model_that_computes_otherwise_is_refused_with_the_difference(monkeypatch):
     # The bridge translates Gemma, but its own class scales the embedding.
-    refused = r"computes a tiny model of it otherwise than transformers: the gradient of .* off by"
+    refused = r"does not compute a tiny model of it as transformers does: the gradient of .* off by"
     with pytest.raises(CapabilityError, match=refused):
         check(AutoConfig.for_model("gemma", **GEMMA))
 

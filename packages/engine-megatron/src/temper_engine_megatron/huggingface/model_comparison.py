@@ -155,7 +155,7 @@ def check_computes_alike(hf_config: PretrainedConfig, *, collective_timeout_s: f
     reason = (
         f"cannot compute a tiny model of it ({result.quantity})"
         if result.difference is None
-        else f"computes a tiny model of it otherwise than transformers: {result.quantity} is off "
+        else f"does not compute a tiny model of it as transformers does: {result.quantity} is off "
         f"by {result.difference:.1e} of its largest entry, and {TOLERANCE:.0e} is allowed"
     )
     advice = f" To compare again, delete {path}." if result.is_final else ""

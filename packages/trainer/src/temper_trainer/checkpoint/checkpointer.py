@@ -178,8 +178,8 @@ class Checkpointer:
         """Return the verified checkpoint to resume from; None starts at step 1.
 
         With ``auto``, rename damaged and incomplete checkpoints newer than the last good one, and
-        warn if the disk has less space than they take. With the path of an earlier step in this
-        run, rename later steps. Each rename is logged as a warning; nothing is deleted.
+        warn if the next save may not fit on the disk next to them. With the path of an earlier step
+        in this run, rename later steps. Each rename is logged as a warning; nothing is deleted.
 
         Args:
             resume: The value of ``run.resume``: ``never``, ``auto``, or a path.
@@ -270,7 +270,7 @@ class Checkpointer:
         """Warn if damaged checkpoints may leave too little space for the next save."""
         sizes = measure_damaged_steps(self.root).values()
         free = shutil.disk_usage(self.root).free
-        # The next save takes about as much as the largest of them.
+        # The next save takes about as much space as the largest damaged checkpoint.
         if sizes and free < max(sizes):
             logger.warning(
                 "only %s are free in %s, where %s",
