@@ -40,9 +40,9 @@ def assign_to_ranks(costs: Tensor, *, num_ranks: int) -> Tensor:
     """
     ranks = _assign_longest_first(costs, num_ranks=num_ranks)
     loads: list[int] = torch.zeros(num_ranks, dtype=torch.int64).index_add(0, ranks, costs).tolist()
-    bound = max(-(-sum(loads) // num_ranks), int(costs.max()))
-    if max(loads) > MAX_IMBALANCE * bound:
-        _reduce_largest_load(ranks, costs.tolist(), loads, target=MAX_IMBALANCE * bound)
+    lower_bound = max(-(-sum(loads) // num_ranks), int(costs.max()))
+    if max(loads) > MAX_IMBALANCE * lower_bound:
+        _reduce_largest_load(ranks, costs.tolist(), loads, target=MAX_IMBALANCE * lower_bound)
     return ranks
 
 

@@ -38,13 +38,13 @@ def drop_quantization(config: Any) -> bool:
         CapabilityError: If `ModelFiles` cannot dequantize such weights.
     """
     is_quantized = False
-    for owner in (config, config.get_text_config(decoder=True)):
-        settings = vars(owner).get("quantization_config")
+    for section in (config, config.get_text_config(decoder=True)):
+        settings = vars(section).get("quantization_config")
         if settings:
             _check_method(settings)
             is_quantized = True
-        if "quantization_config" in vars(owner):
-            del owner.quantization_config
+        if "quantization_config" in vars(section):
+            del section.quantization_config
     return is_quantized
 
 
@@ -255,8 +255,8 @@ def _read_quantization(folder: Path) -> Mapping[str, Any]:
     if not path.is_file():
         return {}
     config = json.loads(path.read_text())
-    owners = (config, config.get("text_config") or {})
-    return next(filter(None, (owner.get("quantization_config") for owner in owners)), {})
+    sections = (config, config.get("text_config") or {})
+    return next(filter(None, (section.get("quantization_config") for section in sections)), {})
 
 
 def _find_tensors(folder: Path, *, open_file: Callable[..., Any]) -> dict[str, Path]:

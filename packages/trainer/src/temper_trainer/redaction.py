@@ -61,7 +61,7 @@ _INTERRUPTIONS = re.compile(_INTERRUPTION)
 _CODE_POINT = re.compile(r"\\{1,16}(?:u([0-9a-f]{4})|x([0-9a-f]{2}))", re.IGNORECASE)
 """A character as JSON and Python quote it."""
 _HTML_NAMES = {"&": ("amp",), "<": ("lt",), ">": ("gt",), '"': ("quot",), "'": ("apos",)}
-_MAX_LAYERS = 4
+_MAX_QUOTINGS = 4
 """Maximum number of times that quoting is undone; a URL in a URL is quoted twice."""
 
 _registered: set[str] = set()
@@ -155,10 +155,10 @@ def list_secret_forms(secret: str) -> frozenset[str]:
     data = secret.encode(errors="surrogateescape")
     encoded = {data.hex(), data.hex().upper()}
     for num_before in range(3):
-        for form in _list_alignments(b64encode, data, num_before=num_before, bits=6):
+        for form in _list_encodings(b64encode, data, num_before=num_before, bits=6):
             encoded |= {form, form.translate(_TO_URLSAFE)}
     for num_before in range(5):
-        encoded |= _list_alignments(b32encode, data, num_before=num_before, bits=5)
+        encoded |= _list_encodings(b32encode, data, num_before=num_before, bits=5)
     return frozenset(
         {
             *(secret, repr(secret)[1:-1], json.dumps(secret)[1:-1]),
@@ -169,7 +169,7 @@ def list_secret_forms(secret: str) -> frozenset[str]:
     )
 
 
-def _list_alignments(
+def _list_encodings(
     encode: Callable[[bytes], bytes], data: bytes, *, num_before: int, bits: int
 ) -> set[str]:
     """Return how base64 or base32 encodes `data` if `num_before` other bytes are before it.
@@ -198,7 +198,7 @@ def _unquote(text: str) -> str:
 
     A search in the result is fast. It shows whether the slow pattern is needed.
     """
-    for _ in range(_MAX_LAYERS):
+    for _ in range(_MAX_QUOTINGS):
         before = text
         text = _INTERRUPTIONS.sub("", text)
         # In URLs, a plus sign may stand for a space.

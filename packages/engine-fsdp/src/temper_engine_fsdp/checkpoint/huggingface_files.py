@@ -71,12 +71,13 @@ def write_model_config(
 
 
 def write_adapter(
-    description: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
+    adapter_config: Mapping[str, object], tensors: Mapping[str, Tensor], *, directory: str
 ) -> list[str]:
     """Write PEFT's adapter configuration and tensors to `adapter/`; return the relative paths."""
     folder = Path(directory, ADAPTER_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(description, indent=2, sort_keys=True) + "\n")
+    text = json.dumps(adapter_config, indent=2, sort_keys=True)
+    (folder / ADAPTER_CONFIG).write_text(text + "\n")
     entries = [
         WeightEntry(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
         for name, tensor in tensors.items()

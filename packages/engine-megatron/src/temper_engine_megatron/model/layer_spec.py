@@ -152,7 +152,7 @@ def _make_normalized_add(norm: RMSNorm, *_: object) -> Callable[..., Tensor]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LayerKind:
     has_experts: bool
-    is_linear: bool
+    has_state: bool
     """True for a layer with a state, such as linear attention."""
     mixes_tokens: bool
     """True for a layer with attention or a state; False if it has only an MLP or experts."""
@@ -177,7 +177,7 @@ def build_block_spec(
     kinds = [
         _LayerKind(
             has_experts=layer in sparse_layers,
-            is_linear=layer in transformer_config.linear_layers,
+            has_state=layer in transformer_config.linear_layers,
             mixes_tokens=layer not in transformer_config.tokenwise_layers,
         )
         for layer in layers
@@ -195,7 +195,7 @@ def build_block_spec(
             replace_linear_layers(
                 spec,
                 in_attention=kind.mixes_tokens
-                and not (kind.is_linear or transformer_config.multi_latent_attention),
+                and not (kind.has_state or transformer_config.multi_latent_attention),
                 in_mlp=not kind.has_experts and (has_paired_layers or not kind.mixes_tokens),
             )
     return TransformerBlockSubmodules(
@@ -228,7 +228,7 @@ def _build_layer_spec(transformer_config: Any, *, kind: _LayerKind, groups_exper
         _keep_single_part(submodules, mixes_tokens=kind.mixes_tokens)
     if not kind.mixes_tokens:
         return layer
-    if kind.is_linear:
+    if kind.has_state:
         # Imported here, because older versions of transformers do not have it.
         from temper_engine_megatron.model.linear_attention import LinearAttention
 

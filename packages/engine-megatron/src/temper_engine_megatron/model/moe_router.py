@@ -42,9 +42,9 @@ class PrescribedChoice:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return scores and indices [T, K] of the prescribed experts."""
-        _, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        _, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         self.experts = (
-            own if self.experts is None else torch.where(self.experts >= 0, self.experts, own)
+            chosen if self.experts is None else torch.where(self.experts >= 0, self.experts, chosen)
         )
         return scores.gather(1, self.experts), self.experts
 

@@ -280,7 +280,7 @@ class Checkpointer:
             )
 
     def _check_requested(self, checkpoint: Path) -> Path:
-        is_own = self._is_own(checkpoint)
+        is_own = self._is_in_run_folder(checkpoint)
         try:
             for directory in find_engine_checkpoints(checkpoint).values() or [checkpoint]:
                 with lock_for_reading(directory):
@@ -304,7 +304,7 @@ class Checkpointer:
         """
         done = 0 if checkpoint is None else self._read_step(checkpoint)
         later = [path for step, path in list_step_entries(self.root).items() if step > done]
-        if checkpoint is not None and self._is_own(checkpoint):
+        if checkpoint is not None and self._is_in_run_folder(checkpoint):
             for path in later:
                 cause = f"run.resume names the earlier {checkpoint.name}"
                 self._rename(path, "superseded", cause=cause)
@@ -315,7 +315,7 @@ class Checkpointer:
                 f"mv {self.root} {self.root}.old"
             )
 
-    def _is_own(self, checkpoint: Path) -> bool:
+    def _is_in_run_folder(self, checkpoint: Path) -> bool:
         """Return True if a checkpoint is a step in this run folder."""
         is_step = STEP_NAME.fullmatch(checkpoint.name) is not None
         return is_step and checkpoint.resolve().parent == self.root.resolve()

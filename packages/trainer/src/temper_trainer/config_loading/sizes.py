@@ -40,8 +40,8 @@ def _rl_sizes(config: TrainerConfig) -> list[str]:
     lines = []
     if config.warm_start is not None:
         stage, path = config.warm_start, config.actor.engine.model.path
-        shown = _describe_demonstrations(stage.total_steps, stage.batch_size)
-        lines.append(f"warm start: {shown}{f', from the model in {path}' if path else ''}")
+        demonstrations = _describe_demonstrations(stage.total_steps, stage.batch_size)
+        lines.append(f"warm start: {demonstrations}{f', from the model in {path}' if path else ''}")
     noun = "update" if updates == 1 else "updates"
     prompts = f"{batching.prompts_per_step:,} prompts"
     lines += [

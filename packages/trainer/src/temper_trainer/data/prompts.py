@@ -251,12 +251,12 @@ def _tokenize_teacher_prompts(
 ) -> list[tuple[int, ...]]:
     """Return the token ids of each row's prompt for the teacher; empty for rows without one."""
     indices = [i for i, row in enumerate(rows) if row.teacher_prompt is not None]
-    others = [replace(rows[i], prompt=rows[i].teacher_prompt or "") for i in indices]
+    teacher_rows = [replace(rows[i], prompt=rows[i].teacher_prompt or "") for i in indices]
     if config.string_prompts == "user_message":
-        others = [_to_user_message(row, config) for row in others]
-    texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in others]
+        teacher_rows = [_to_user_message(row, config) for row in teacher_rows]
+    texts = [render_prompt(row, tokenizer=tokenizer, config=config) for row in teacher_rows]
     tokenized: list[tuple[int, ...]] = [()] * len(rows)
-    for i, ids in zip(indices, _tokenize(others, texts, tokenizer), strict=True):
+    for i, ids in zip(indices, _tokenize(teacher_rows, texts, tokenizer), strict=True):
         tokenized[i] = ids
     return tokenized
 

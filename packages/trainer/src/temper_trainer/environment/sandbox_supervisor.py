@@ -61,7 +61,7 @@ class Call:
     status_files: Sequence[int]
     """Status files of the outer bubblewrap, if there is one, and of the inner one."""
 
-    def find_excess(self) -> dict[str, object] | None:
+    def find_exceeded_limit(self) -> dict[str, object] | None:
         """Return why the program must end, or None."""
         if time.monotonic() >= self.limits.deadline:
             return {
@@ -73,11 +73,11 @@ class Call:
             return None
         # With two bubblewraps, the inner one has a process id of the outer one's namespace, so look
         # for it in the /proc of that namespace.
-        processes = "".join(f"/proc/{child}/root" for child in children[:-1]) + "/proc"
+        proc = "".join(f"/proc/{child}/root" for child in children[:-1]) + "/proc"
         try:
-            if self._count_files(f"{processes}/{children[-1]}/root") > self.limits.max_files:
+            if self._count_files(f"{proc}/{children[-1]}/root") > self.limits.max_files:
                 return {"reason": f"more than {self.limits.max_files} files"}
-            if _measure_memory(processes, parent=str(children[-1])) > self.limits.memory_mib << 20:
+            if _measure_memory(proc, parent=str(children[-1])) > self.limits.memory_mib << 20:
                 return {"reason": f"more than {self.limits.memory_mib} MiB of memory"}
         except OSError:  # it has just ended
             pass
@@ -112,20 +112,20 @@ class Call:
         return usage.f_files - usage.f_ffree if is_ready else 0
 
 
-def _measure_memory(processes: str, *, parent: str) -> int:
+def _measure_memory(proc: str, *, parent: str) -> int:
     """Return the bytes of the program's pages and page tables.
 
     RLIMIT_AS limits only the pages. A page far from all others needs separate page tables, which
     take twice the page's size.
 
     Args:
-        processes: A mounted /proc.
+        proc: A mounted /proc.
         parent: The first process of the sandbox, whose only child is the program.
     """
     total = 0
-    for child in Path(processes, parent, "task", parent, "children").read_text().split():
+    for child in Path(proc, parent, "task", parent, "children").read_text().split():
         # Bytes, because it has the name of the process, which the program may set to any bytes.
-        status = Path(processes, child, "status").read_bytes()
+        status = Path(proc, child, "status").read_bytes()
         total += sum(int(size) << 10 for size in _MEMORY_IN_STATUS.findall(status))
     return total
 
@@ -172,7 +172,7 @@ def watch_programs(control: socket.socket) -> None:
             continue
         next_poll = time.monotonic() + _POLL_S
         for process, call in calls.items():
-            if process not in killed and (reason := call.find_excess()) is not None:
+            if process not in killed and (reason := call.find_exceeded_limit()) is not None:
                 call.kill(reason)
                 killed.add(process)
 

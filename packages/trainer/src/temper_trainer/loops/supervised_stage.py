@@ -245,11 +245,11 @@ def _stream_demonstrations(
     source = data.train_sources["data.train"]
 
     def iterate_epoch() -> Iterator[TrainingExample]:
-        weighted: list[Row] = []
+        first_weighted: list[Row] = []
         num_rows = num_kept = 0
         for row in iterate_rows(source):
-            if not weighted and row.loss_weights is not None:
-                weighted = [row]
+            if not first_weighted and row.loss_weights is not None:
+                first_weighted = [row]
             # Encode one row at a time; `must_keep=False`, because a single row may be dropped.
             encoded, _ = encode_demonstrations(
                 [row], tokenizer, data, must_keep=False, must_use_tools=False
@@ -260,7 +260,7 @@ def _stream_demonstrations(
         if num_kept < num_rows:
             report(f"dropped {num_rows - num_kept} of {num_rows} streamed rows as too long")
         # Check at the end of the epoch: a conversation may lack weights, but not all of them.
-        if problem := describe_missing_weights(weighted, config=source):
+        if problem := describe_missing_weights(first_weighted, config=source):
             raise DataError(problem)
 
     return lambda cursor: BufferedStream[TrainingExample](

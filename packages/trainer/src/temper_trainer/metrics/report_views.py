@@ -47,12 +47,12 @@ def draw_timeline(directory: Path) -> str:
     rows = _read_newest(directory / TIMELINE_FILE, count=NUM_STEPS)
     if not rows:
         return ""
-    keys = "".join(
+    legend = "".join(
         f'<span class="key {name}"></span>{name}'
         for name in ("waiting", "sampling", "environment", "scoring")
     )
     return (
-        f'<p><select id="timeline-step" aria-label="step"></select>{keys}</p>'
+        f'<p><select id="timeline-step" aria-label="step"></select>{legend}</p>'
         '<div id="timeline-figure"></div><p class="note" id="timeline-note"></p>'
         + _tabulate_staleness(rows)
         + _embed(rows, identifier="timeline-data", script="timeline.js")

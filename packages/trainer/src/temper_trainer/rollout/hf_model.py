@@ -90,7 +90,7 @@ def build_model(spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) ->
     assert isinstance(model, PreTrainedModel)
     model = model.to(device).eval().requires_grad_(False)
     if device.type == "cpu":
-        _unmap_weights(model)
+        _copy_mapped_weights(model)
     return model
 
 
@@ -104,7 +104,7 @@ def get_language_model_class(
     return auto
 
 
-def _unmap_weights(model: PreTrainedModel) -> None:
+def _copy_mapped_weights(model: PreTrainedModel) -> None:
     """Copy every tensor into separate, aligned memory.
 
     transformers maps weights from their file, so they would change with the file. Mapped tensors

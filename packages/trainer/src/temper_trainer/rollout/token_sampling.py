@@ -138,13 +138,13 @@ def sample_inverse_cdf(probabilities: Tensor, *, points: Tensor) -> Tensor:
         -1, (-1, size)
     )
     # [n, num_blocks]: the cumulative sum at the end of each block.
-    ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
-    target = points * ends[:, -1]
-    block = (ends <= target[:, None]).sum(-1)
+    cumsum_at_ends = padded.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = points * cumsum_at_ends[:, -1]
+    block = (cumsum_at_ends <= target[:, None]).sum(-1)
     block_cumsum = padded[torch.arange(len(block), device=block.device), block].cumsum(
         -1, dtype=torch.float64
     )
-    start = torch.nn.functional.pad(ends, (1, 0)).gather(-1, block[:, None])[:, 0]
+    start = torch.nn.functional.pad(cumsum_at_ends, (1, 0)).gather(-1, block[:, None])[:, 0]
     # The cumulative sum inside the block may end slightly below the block's sum, by rounding.
     block_target = torch.minimum(target - start, block_cumsum[:, -1] * (1 - 2.0**-50)).clamp_min(0)
     tokens: Tensor = block * size + (block_cumsum <= block_target[:, None]).sum(-1)

@@ -204,9 +204,11 @@ def _locate_receivers(sampler: VllmSampler) -> list[DeviceLocation]:
     with sampler.hold_members():
         answers = sampler.call_each("device_locations", [()] * len(sampler.replicas))
     # None is the answer of a server that has left.
-    workers = cast("list[list[tuple[str, str | None]] | None]", answers)
+    workers_by_server = cast("list[list[tuple[str, str | None]] | None]", answers)
     locations = [
-        DeviceLocation(host=host, gpu=gpu) for replica in workers for host, gpu in replica or ()
+        DeviceLocation(host=host, gpu=gpu)
+        for workers in workers_by_server
+        for host, gpu in workers or ()
     ]
     if not locations:
         raise ReplicaError(

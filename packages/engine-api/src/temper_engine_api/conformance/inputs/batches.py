@@ -34,15 +34,15 @@ bf16 log-probs of the tiny models are up to 0.12 off, so a closer token could cr
 
 def make_ragged_batch(*, num_sequences: int = 8, seed: int = 0) -> SequenceBatch:
     """Build tokens, masks, ids and temperatures; sequences 2 i and 2 i + 1 are a pair."""
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     tokens, masks = [], []
     for b in range(num_sequences):
         prompt, response = (
             2 + (3 * b + seed) % 4,
             _RESPONSE_LENGTHS[(b + seed) % len(_RESPONSE_LENGTHS)],
         )
-        tokens.append(torch.randint(VOCABULARY, (prompt + response,), generator=draw))
-        mask = torch.rand(prompt + response, generator=draw) > 0.15
+        tokens.append(torch.randint(VOCABULARY, (prompt + response,), generator=generator))
+        mask = torch.rand(prompt + response, generator=generator) > 0.15
         mask[:prompt] = False
         # At least one trained token in every sequence but UNTRAINED_SEQUENCE, whatever the draw.
         mask[prompt] = True
@@ -66,11 +66,11 @@ def make_batch(
     With `are_pairs`, sequences 2 i and 2 i + 1 form a group that stays on one rank and in one
     micro-batch. Otherwise each sequence is a group.
     """
-    draw = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     group_size = 2 if are_pairs else 1
     groups = [b // group_size for b in range(len(lengths))]
     return from_sequences(
-        [torch.randint(VOCABULARY, (length,), generator=draw) for length in lengths],
+        [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths],
         loss_masks=[torch.arange(length) >= prompt_length for length in lengths],
         sample_ids=[100 + b for b in range(len(lengths))],
         group_ids=groups,
@@ -92,22 +92,22 @@ def add_training_columns(
         values: [T] of the value model that will be trained; None means zeros.
         seed: Seed of the noise.
     """
-    draw = torch.Generator().manual_seed(1000 + seed)
+    generator = torch.Generator().manual_seed(1000 + seed)
 
     def noise(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
+        return torch.randn(shape, generator=generator)
 
     tokens, sequences = batch.num_tokens, batch.num_sequences
-    near_values = torch.zeros(tokens) if values is None else values
+    base_values = torch.zeros(tokens) if values is None else values
     columns = {
-        "old_logprobs": logprobs + _clear_of(0.3 * noise(tokens), _RATIO_CLIPS),
+        "old_logprobs": logprobs + _move_off_boundaries(0.3 * noise(tokens), _RATIO_CLIPS),
         "ref_logprobs": logprobs + 0.3 * noise(tokens),
         "advantages": noise(tokens),
         # Never 0, so that every trained token has a gradient.
-        "weights": torch.rand(tokens, generator=draw) + 0.5,
-        "old_values": near_values + _clear_of(0.3 * noise(tokens), _VALUE_CLIPS),
-        "returns": near_values + noise(tokens),
-        LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_REQUESTED_IDS), generator=draw),
+        "weights": torch.rand(tokens, generator=generator) + 0.5,
+        "old_values": base_values + _move_off_boundaries(0.3 * noise(tokens), _VALUE_CLIPS),
+        "returns": base_values + noise(tokens),
+        LOGPROB_AT_IDS: torch.randint(VOCABULARY, (tokens, NUM_REQUESTED_IDS), generator=generator),
         # One id is dropped, so that the probabilities of the others do not add up to 1.
         "teacher_logprobs": torch.log_softmax(noise(tokens, NUM_REQUESTED_IDS + 1), dim=-1)[
             :, :NUM_REQUESTED_IDS
@@ -120,7 +120,7 @@ def add_training_columns(
     )
 
 
-def _clear_of(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
+def _move_off_boundaries(noise: Tensor, boundaries: Sequence[float]) -> Tensor:
     """Move noise away from clip boundaries.
 
     At a boundary the loss has two slopes, and rounding would choose between them.

@@ -93,15 +93,15 @@ class OracleCache:
             adapter = replace(
                 adapter, fields={"target_modules": list(MOE_TARGET_MODULES), **adapter.fields}
             )
-        bare = self.make_setup(adapter.model, **fields)
+        base_setup = self.make_setup(adapter.model, **fields)
         path = write_adapter(
             adapter,
             # Use a new model, because PEFT changes the model that it attaches an adapter to.
-            load_model(bare.build_config(OracleEngine, device="cpu", layout_fields={})),
+            load_model(base_setup.build_config(OracleEngine, device="cpu", layout_fields={})),
             folder=self.folder,
             seed=seed,
         )
-        return replace(bare, lora=LoraSpec(path=str(path), dropout=dropout))
+        return replace(base_setup, lora=LoraSpec(path=str(path), dropout=dropout))
 
     def make_lora_spec(self, *, rank: int) -> LoraSpec:
         """Return a new LoRA spec: all linear layers, or attention only in MoE models."""
@@ -120,15 +120,15 @@ class OracleCache:
         """
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
-            bare = self._prescribe_experts(
+            batch = self._prescribe_experts(
                 make_ragged_batch(num_sequences=num_sequences, seed=seed), model=model
             )
             # With old log-probs or values that differ much from the model's, losses would clip most
             # tokens, which then have no gradient.
             self._batches[key] = add_training_columns(
-                bare,
-                logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB),
-                values=self.get_outputs(self.make_setup(VALUE), bare, HeadOutput.VALUE),
+                batch,
+                logprobs=self.get_outputs(self.make_setup(model), batch, HeadOutput.LOGPROB),
+                values=self.get_outputs(self.make_setup(VALUE), batch, HeadOutput.VALUE),
                 seed=seed,
             )
         return self._batches[key]
@@ -144,11 +144,11 @@ class OracleCache:
         """Return a mini-batch with sequences of these lengths, and training columns."""
         key = (model.name, lengths, prompt_length, are_pairs)
         if key not in self._batches:
-            bare = self._prescribe_experts(
+            batch = self._prescribe_experts(
                 make_batch(lengths, prompt_length=prompt_length, are_pairs=are_pairs), model=model
             )
             self._batches[key] = add_training_columns(
-                bare, logprobs=self.get_outputs(self.make_setup(model), bare, HeadOutput.LOGPROB)
+                batch, logprobs=self.get_outputs(self.make_setup(model), batch, HeadOutput.LOGPROB)
             )
         return self._batches[key]
 

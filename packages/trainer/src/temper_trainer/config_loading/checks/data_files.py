@@ -215,7 +215,7 @@ def _route_problems(
     teachers: Mapping[str, TeacherConfig],
 ) -> Iterator[str]:
     """Yield a message if training rows have a route that no teacher has."""
-    known = {name if teacher.route is None else teacher.route for name, teacher in teachers.items()}
+    known = {key if teacher.route is None else teacher.route for key, teacher in teachers.items()}
     if unknown := sorted(routes - known):
         yield (
             f"{name}.route_key is {source.route_key}, and rows have the route {unknown[0]!r}, "

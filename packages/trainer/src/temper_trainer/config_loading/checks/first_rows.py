@@ -146,7 +146,7 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
                 case "prompts":
                     prompts, _ = encode_prompts(first.rows, tokenizer, data, must_keep=must_keep)
                     if has_lengths:
-                        yield from _find_excess(prompts, config, key=key)
+                        yield from _length_problems(key, prompts, config=config)
                     continue
                 case "demonstrations":
                     encoded, _ = encode_demonstrations(
@@ -162,12 +162,14 @@ def _find_problems(config: TrainerConfig, samples: list[Sample]) -> Iterator[str
             yield f"{key}: {error}"
 
 
-def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) -> Iterator[str]:
+def _length_problems(
+    name: str, prompts: Sequence[Prompt], *, config: TrainerConfig
+) -> Iterator[str]:
     """Yield a message if a prompt with its longest completion is too long for the sampler."""
     positions, reason = read_position_limit(config) or (None, "")
     limits = dict(iterate_completion_limits(config))
     limit_key = "sampling.max_tokens"
-    if key in config.data.eval_sources and config.task != "generate":
+    if name in config.data.eval_sources and config.task != "generate":
         limit_key = "run.eval_sampling.max_tokens"
     if positions is None or limit_key not in limits:
         return
@@ -181,7 +183,7 @@ def _find_excess(prompts: Sequence[Prompt], config: TrainerConfig, *, key: str) 
     for prompt in prompts:
         if len(prompt.tokens) + limit > positions:
             yield (
-                f"{key}: {prompt.location}: the prompt has {len(prompt.tokens)} tokens and "
+                f"{name}: {prompt.location}: the prompt has {len(prompt.tokens)} tokens and "
                 f"{limit_key} is {limit}, but {reason}: lower {limit_key}, or {remedy}."
             )
             return  # one is enough

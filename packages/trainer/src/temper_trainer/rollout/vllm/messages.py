@@ -173,9 +173,9 @@ Message = Hello | ServerSpec | Call | CallResult | CallError | Progress | Heartb
 MessageError = msgspec.MsgspecError
 """Raised for bytes that are not a message, or not of the expected types."""
 
-_KINDS: dict[str, type[Message]] = {
-    kind.__name__: kind
-    for kind in (Hello, ServerSpec, Call, CallResult, CallError, Progress, Heartbeat, Ready)
+_MESSAGE_TYPES: dict[str, type[Message]] = {
+    each.__name__: each
+    for each in (Hello, ServerSpec, Call, CallResult, CallError, Progress, Heartbeat, Ready)
 }
 _EXPERTS_CODE = 1
 """MessagePack extension type of `Completion.routed_experts`."""
@@ -194,11 +194,11 @@ def decode(data: bytes) -> Message:
     Raises:
         MessageError: If the bytes are not a message.
     """
-    kind, body = _FRAME.decode(data)
+    name, body = _FRAME.decode(data)
     # Unlike pickle, this creates only types from the list.
-    if kind not in _KINDS:
-        raise msgspec.ValidationError(f"unknown message {kind!r}")
-    return msgspec.msgpack.decode(body, type=_KINDS[kind])
+    if name not in _MESSAGE_TYPES:
+        raise msgspec.ValidationError(f"unknown message {name!r}")
+    return msgspec.msgpack.decode(body, type=_MESSAGE_TYPES[name])
 
 
 def encode_value(value: object) -> bytes:
@@ -219,7 +219,7 @@ def decode_arguments(call: Call) -> list[Any]:
             f"{call.method} takes {num_required} to {len(types)} arguments, but {len(given)} were "
             "sent"
         )
-    return [msgspec.msgpack.decode(raw, type=kind) for raw, kind in zip(given, types)]
+    return [msgspec.msgpack.decode(raw, type=each) for raw, each in zip(given, types)]
 
 
 def decode_result(result: CallResult) -> Any:
@@ -228,9 +228,9 @@ def decode_result(result: CallResult) -> Any:
     Raises:
         MessageError: If the result has another type than the method declares.
     """
-    _, _, kind = _signature(result.method)
-    value = msgspec.msgpack.decode(result.value, type=kind, ext_hook=_decode_experts)
-    return [each.unpack() for each in value] if kind == list[PackedCompletion] else value
+    _, _, result_type = _signature(result.method)
+    value = msgspec.msgpack.decode(result.value, type=result_type, ext_hook=_decode_experts)
+    return [each.unpack() for each in value] if result_type == list[PackedCompletion] else value
 
 
 def _encode_experts(value: object) -> msgspec.msgpack.Ext:
@@ -273,5 +273,7 @@ def _signature(method: str) -> tuple[tuple[Any, ...], int, Any]:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     hints = get_type_hints(function)
     num_required = sum(parameter.default is parameter.empty for parameter in parameters)
-    kind = list[PackedCompletion] if hints["return"] == list[Completion] else hints["return"]
-    return tuple(hints[parameter.name] for parameter in parameters), num_required, kind
+    result_type = hints["return"]
+    if result_type == list[Completion]:
+        result_type = list[PackedCompletion]
+    return tuple(hints[parameter.name] for parameter in parameters), num_required, result_type
