@@ -88,6 +88,11 @@ def test_narrow_experts_of_nemotron_compute_as_in_transformers(monkeypatch, tmp_
 
 
 @pytest.mark.nightly
+def test_two_shared_experts_of_glm_compute_as_in_transformers():
+    check(AutoConfig.for_model("glm4_moe", n_shared_experts=2))
+
+
+@pytest.mark.nightly
 def test_tested_family_with_another_activation_is_refused():
     config = AutoConfig.for_model("mistral", hidden_act="gelu")
     with pytest.raises(

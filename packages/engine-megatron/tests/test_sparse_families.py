@@ -15,6 +15,7 @@ from temper_engine_api.specs import ModelSpec, PrecisionSpec
 from temper_engine_api.weights import NamedWeight
 from temper_engine_megatron.components import check_model
 from temper_engine_megatron.engine import MegatronEngine
+from temper_engine_megatron.huggingface.model_comparison import accept_untested_models
 
 GLM4_MOE = {
     "model_type": "glm4_moe",
@@ -62,6 +63,14 @@ def test_biases_of_routers_are_exported_without_rounding(start):
     assert exported[BIAS].dtype == torch.float32
     assert torch.equal(exported[BIAS], weights[BIAS])
     assert {t.dtype for name, t in exported.items() if name != BIAS} == {torch.bfloat16}
+
+
+def test_two_shared_experts_of_glm_are_one_of_twice_their_width(start):
+    with accept_untested_models():
+        engine = start(model=ModelSpec(architecture={**GLM4_MOE, "n_shared_experts": 2}))
+    weights = export_weights(engine)
+    assert weights["model.layers.1.mlp.shared_experts.gate_proj.weight"].shape == (48, 32)
+    assert weights["model.layers.1.mlp.shared_experts.down_proj.weight"].shape == (32, 48)
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

@@ -228,6 +228,10 @@ def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
     provider.tokenwise_layers = _find_layers(kinds, "mlp", "moe")
     # Megatron's own narrow experts need TransformerEngine.
     provider.expert_width, provider.moe_latent_size = fields.get("moe_latent_size"), None
+    if hf_config.model_type == "glm4_moe":
+        # The bridge gives the shared experts the width of one.
+        width = hf_config.n_shared_experts * hf_config.moe_intermediate_size
+        provider.moe_shared_expert_intermediate_size = width or None
     if provider.num_moe_experts and not find_sparse_layers(provider):
         # Such configs have fields of experts, too, and Megatron refuses some of them.
         provider.num_moe_experts = provider.moe_ffn_hidden_size = None
