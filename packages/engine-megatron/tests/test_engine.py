@@ -180,6 +180,31 @@ def test_extended_context_has_the_gradients_of_transformers(config, start, batch
     check_gradients(config, start, batch, model=model)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model_type": "mixtral", "num_local_experts": 4, "norm_topk_prob": False},
+        {
+            "model_type": "qwen3_moe",
+            "num_experts": 4,
+            "moe_intermediate_size": 24,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ],
+    ids=["mixtral", "qwen3_moe"],
+)
+def test_keys_that_the_config_class_does_not_have_are_passed_over(config, start, batch, fields):
+    # As in transformers. The other keys are fields of DeepSeek-V3.
+    model = ModelSpec(
+        architecture={**config.model.architecture, **EXPERTS, **fields, "initializer_range": 0.3}
+    )
+    check_gradients(config, start, batch, model=model)
+
+
 def test_sigmoid_router_that_chooses_one_expert_is_refused(config):
     fields = {
         "model_type": "glm4_moe",

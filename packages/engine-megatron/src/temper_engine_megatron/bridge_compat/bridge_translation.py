@@ -202,6 +202,9 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
             f"the Megatron engine does not support {type(hf_config).__name__}, for which "
             f"transformers has no causal language model: {_USE_SUPPORTED}"
         )
+    # The bridge reads fields of all architectures, such as routed_scaling_factor.
+    for name in hf_config.to_dict().keys() - read_declared_fields(hf_config).keys():
+        delattr(causal_lm_config, name)
     causal_lm_config.architectures = [class_name]
     rope: Mapping[str, object] = causal_lm_config.to_dict().get("rope_parameters") or {}
     # transformers 5 keeps the base in `rope_parameters`.
@@ -214,9 +217,19 @@ def _to_causal_lm_config(hf_config: PretrainedConfig) -> PretrainedConfig:
     return causal_lm_config
 
 
+def read_declared_fields(hf_config: PretrainedConfig) -> dict[str, Any]:
+    """Return the fields of a config that its model reads.
+
+    transformers keeps any key of a file, but models read the fields that their config class
+    declares. Only head_dim is read where it is not declared.
+    """
+    declared = type(hf_config)().to_dict().keys() | {"head_dim"}
+    return {name: value for name, value in hf_config.to_dict().items() if name in declared}
+
+
 def _complete_structure(provider: Any, hf_config: PretrainedConfig) -> None:
     """Set what the bridge leaves out of Megatron's config, or cannot express."""
-    fields = hf_config.to_dict()
+    fields = read_declared_fields(hf_config)
     # Nemotron-H has attention, a Mamba layer, an MLP or experts in a layer; others have pairs.
     single_kinds = fields.get("layers_block_type")
     if single_kinds is not None:

@@ -17,6 +17,7 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_megatron.bridge_compat.bridge_translation import (
     find_sparse_layers,
     has_expert_stacks,
+    read_declared_fields,
 )
 from temper_engine_megatron.config import MegatronConfig
 from temper_engine_megatron.huggingface.huggingface_model import has_tied_head
@@ -281,7 +282,7 @@ def _expert_fields(
     if not transformer_config.num_moe_experts:
         _check_no_expert_settings(config)
         return {}
-    hf_fields = hf_config.to_dict()
+    hf_fields = read_declared_fields(hf_config)
     if hf_fields.get("decoder_sparse_step", 1) != 1 or hf_fields.get("mlp_only_layers"):
         raise CapabilityError(
             "the Megatron engine does not support models in which only some layers have experts: "
@@ -358,10 +359,8 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
 def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict[str, object]:
     """Return windows, rotary embeddings and other fields that Megatron lacks or takes otherwise."""
     _, rotary_scale = compute_rotary_frequencies(hf_config)
-    # transformers keeps any key of a file, but only models whose config class declares windows
-    # have them. A Llama with sliding_window has full attention.
-    declared = type(hf_config)().to_dict()
-    hf_fields = {name: value for name, value in hf_config.to_dict().items() if name in declared}
+    # A Llama with sliding_window has full attention.
+    hf_fields = read_declared_fields(hf_config)
     num_layers = transformer_config.num_layers
     # Some configs have a switch, others only a window.
     has_windows = hf_fields.get("use_sliding_window", hf_fields.get("sliding_window") is not None)
