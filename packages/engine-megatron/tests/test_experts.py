@@ -404,6 +404,7 @@ def test_new_mixture_of_experts_has_the_names_of_files(config, start):
         ({"decoder_sparse_step": 2}, CapabilityError, "only some layers have experts"),
         ({"mlp_only_layers": [0]}, CapabilityError, "only some layers have experts"),
         ({"num_experts_per_tok": 1}, CapabilityError, "chooses one expert per token"),
+        ({"num_experts": 0}, CapabilityError, "qwen3_moe model has num_experts 0"),
     ],
 )
 def test_model_whose_experts_megatron_computes_otherwise_is_refused(config, changes, error, match):

@@ -275,10 +275,15 @@ def _expert_fields(
     """Return the additional fields for an MoE model; none for a dense model.
 
     Raises:
-        CapabilityError: If only some layers have experts, or a token has one.
+        CapabilityError: If only some layers or none have experts, or a token has one.
         ConfigError: If its experts cannot be divided like this, or a dense model has settings of
             experts.
     """
+    if transformer_config.num_moe_experts == 0:
+        raise CapabilityError(
+            f"the {hf_config.model_type} model has num_experts 0, so all its layers are dense, "
+            "which the Megatron engine does not support: use the FSDP engine."
+        )
     if not transformer_config.num_moe_experts:
         _check_no_expert_settings(config)
         return {}
