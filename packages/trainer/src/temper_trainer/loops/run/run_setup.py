@@ -49,15 +49,15 @@ def load_problems(config: TrainerConfig) -> dict[str, list[Row]]:
     sources = {} if has_preferences else dict(config.data.eval_sources)
     if config.warm_start is not None and config.warm_start.data is not None:
         sources["warm_start"] = config.warm_start.data
-    problems = {
+    rows_by_source = {
         "train": [] if is_read_elsewhere else _load_training_rows(config.data),
         **{name: load_rows(source) for name, source in sources.items()},
     }
     if config.generates_completions:
-        selected = ((row.location, row.reward) for rows in problems.values() for row in rows)
+        selected = ((row.location, row.reward) for rows in rows_by_source.values() for row in rows)
         for problem in find_unknown_rewards(config.reward, selected):
             raise DataError(problem)
-    return problems
+    return rows_by_source
 
 
 def _load_training_rows(data: DataConfig) -> list[Row]:
