@@ -1,8 +1,8 @@
 """Hide the values of secrets in messages: exceptions of user code may quote what they were given.
 
-A value is a secret if an environment variable with a secret's name has it, or a setting that was
-passed to `register_secrets`. So is a password in a URL or connection string of any environment
-variable. Control characters of such texts are escaped: printed as they are, they could clear the
+Three kinds of values are secrets: values of environment variables whose name says so, settings that
+were passed to `register_secrets`, and passwords in a URL or connection string in any environment
+variable. Control characters in the messages are escaped, because in a terminal they can clear the
 screen, change the window's title, or hide lines. Standard library only.
 """
 
@@ -25,7 +25,8 @@ HIDDEN = "<hidden>"
 MIN_SECRET_CHARS = 8
 """Minimum characters of a secret that is found by its value; shorter ones match by chance."""
 _MIN_REGISTERED_CHARS = 6
-"""The same for settings, which are fewer than environment variables."""
+"""Minimum characters of a registered setting. There are fewer of these than environment variables,
+so that matches by chance are rarer."""
 
 _SECRET_VARIABLE = re.compile(
     r"((token|key|secret|password|passphrase|credential|webhook)s?|passwd|jwt"

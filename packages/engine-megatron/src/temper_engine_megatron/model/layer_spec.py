@@ -190,6 +190,7 @@ def build_block_spec(
         # Imported here, because it needs TransformerEngine.
         from temper_engine_megatron.model.transformer_engine_layers import replace_linear_layers
 
+        # False for Nemotron-H, whose layers have either attention or an MLP.
         has_paired_layers = transformer_config.has_paired_layers
         for kind, spec in specs.items():
             replace_linear_layers(
@@ -254,7 +255,7 @@ def _choose_experts(transformer_config: Any, *, groups_experts: bool) -> type | 
 
 
 def _keep_single_part(submodules: Any, *, mixes_tokens: bool) -> None:
-    """Leave a layer with the part that mixes tokens, or with its MLP or experts."""
+    """Keep only one part of a layer: its attention or state, or its MLP or experts."""
     if mixes_tokens:
         submodules.pre_mlp_layernorm = submodules.mlp = IdentityOp
         submodules.mlp_bda = IdentityFuncOp

@@ -34,7 +34,7 @@ _MEMORY_IN_STATUS = re.compile(rb"^(?:RssAnon|VmPTE):\s*(\d+) kB$", re.MULTILINE
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits that no limit of a process covers, or only in part."""
+    """Limits on a program that the kernel's limits per process do not cover, or only in part."""
 
     timeout_s: float
     deadline: float
@@ -62,7 +62,7 @@ class Call:
     """Status files of the outer bubblewrap, if there is one, and of the inner one."""
 
     def find_exceeded_limit(self) -> dict[str, object] | None:
-        """Return why the program must end, or None."""
+        """Return which limit the program exceeds, or None."""
         if time.monotonic() >= self.limits.deadline:
             return {
                 "reason": f"no result within {self.limits.timeout_s:g} s",
@@ -84,7 +84,7 @@ class Call:
         return None
 
     def kill(self, reason: dict[str, object]) -> None:
-        """Report why the program must end, and kill it."""
+        """Report the exceeded limit, and kill the program."""
         self._write_report(json.dumps(reason).encode())
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             signal.pidfd_send_signal(self.process, signal.SIGKILL)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers import AttentionInterface
 
 SLOT_ATTENTION = "temper_slots"
+"""Name of this module's attention in transformers' attention interface."""
 _BLOCK = 64
 """Capacity grows in multiples of this many positions."""
 

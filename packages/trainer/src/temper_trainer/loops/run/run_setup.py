@@ -1,4 +1,4 @@
-"""Prepare a run: checkpointer, data, models that fit it, and the step count."""
+"""Prepare a run: its checkpointer, its data and tokenizer, the sizes of its models, its length."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -234,7 +234,7 @@ def with_run_length(config: TrainerConfig, *, num_problems: int) -> TrainerConfi
 def with_schedule_length(
     engine: EngineConfig, *, total_steps: int, updates_per_step: int
 ) -> EngineConfig:
-    """Return the engine with a schedule that ends with the run, if its length is 0.
+    """Return the engine, with the length of the run for a schedule of length 0.
 
     Args:
         engine: Configuration of the engine.

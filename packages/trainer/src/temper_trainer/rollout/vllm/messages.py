@@ -50,7 +50,7 @@ class ServerSpec:
     max_length: int
     """Longest sequence, in tokens."""
     vocab_size: int
-    """Token ids are below it."""
+    """Number of token ids."""
     sleep_level: int = 0
     """See rollout.vllm.sleep_level."""
     has_expert_choices: bool = False
@@ -262,7 +262,7 @@ def _decode_experts(code: int, data: memoryview) -> "Tensor":
 def _signature(method: str) -> tuple[tuple[Any, ...], int, Any]:
     """Return the types of a method's arguments, how many are required, and the result's type.
 
-    Completions are in a message as `PackedCompletion`.
+    A message contains completions as `PackedCompletion`.
     """
     # Imported late because it imports torch: a server sets environment variables before that.
     from temper_trainer.rollout.vllm.server_methods import ServerMethods

@@ -184,7 +184,7 @@ class ReplicaPool:
                 self.set_state(member, MemberState.LEFT)
 
     def remove(self, replica: Replica) -> Member | None:
-        """Give no further requests and weights to a server; return None if it has left before."""
+        """Stop sending requests and weights to a server; return None if it has left already."""
         for member in self._members:
             if member.replica is replica and member.state != MemberState.LEFT:
                 self.set_state(member, MemberState.LEFT)
