@@ -74,7 +74,7 @@ def test_a_key_of_no_release_is_listed_and_never_guessed() -> None:
     assert translation.unmapped == {"my_fork.magic": 3}
     assert translation.tokens[-1].disposition == "unmapped"
     assert translation.outcome is Outcome.PINNED
-    assert "never read it" in next(
+    assert "its configuration has no such key" in next(
         finding.message for finding in translation.findings if finding.rule == "unmapped"
     )
 

@@ -221,6 +221,49 @@ def test_tokens_of_tools_had_a_part_in_advantages_of_old_releases(
     assert not any("the advantages of" in each.message for each in single.findings)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rule"),
+    [
+        (("trainer.total_epochs=0",), "total-epochs"),
+        (("trainer.total_training_steps=0",), "total-steps"),
+        (("trainer.total_training_steps=-1", "trainer.total_epochs=2"), "total-steps"),
+    ],
+)
+def test_run_without_a_length_is_a_question(overrides: tuple[str, ...], rule: str) -> None:
+    # fit() leaves after a step if global_steps >= total_training_steps.
+    for entry in ("verl.trainer.main_ppo", "verl.trainer.sft_trainer"):
+        base = ("data.train_files=/t.parquet",) if "sft" in entry else BASE
+        result = translated("v0.9.1", *overrides, base=base, entry=entry)
+        assert rule in rules_found(result, "person")
+    assert rule not in rules_found(translated("v0.9.1", "trainer.total_epochs=2"), "person")
+
+
+@pytest.mark.parametrize(
+    ("version", "is_question"), [("v0.2", True), ("v0.6.1", True), ("v0.7.0", False)]
+)
+def test_added_parameter_of_requests_is_a_question_where_vllm_got_it(
+    version: str, *, is_question: bool
+) -> None:
+    # vllm_rollout_spmd.py passes on each key of the block that SamplingParams has.
+    result = translated(version, '+actor_rollout_ref.rollout.stop=["</s>"]')
+    assert ("sampling-parameter" in rules_found(result, "person")) == is_question
+    assert "unmapped" not in rules_found(result, "hazard")
+
+
+@pytest.mark.parametrize(
+    ("kind", "zero_indexed", "is_hazard"),
+    [("cosine", True, True), ("cosine", False, False), ("constant", False, True)],
+)
+def test_cosine_that_counts_from_one_has_no_hazard_of_its_warmup(
+    kind: str, *, zero_indexed: bool, is_hazard: bool
+) -> None:
+    # get_cosine_schedule_with_warmup of v0.7.1 adds 1 to the step.
+    optim = "actor_rollout_ref.actor.optim"
+    given = (f"{optim}.lr_scheduler_type={kind}", f"{optim}.zero_indexed_step={zero_indexed}")
+    result = translated("v0.8.0", f"{optim}.lr_warmup_steps=10", *given)
+    assert ("warmup" in rules_found(result, "hazard")) == is_hazard
+
+
 def test_trap_g_the_trainer_of_v0_9_needs_no_key_of_its_own() -> None:
     result = translated("v0.9.0", "trainer.use_v1=False")
     assert result.tokens[-1].disposition == "dropped"

@@ -276,7 +276,7 @@ def _unmapped(draft: Draft, tokens: Sequence[Override], program: Program) -> dic
         index = draft.old.origin.get(key, -1)
         is_added = index >= 0 and tokens[index].prefix in ("+", "++")
         what = (
-            "took it because of the + and never read it"
+            "took it because of the +, and its configuration has no such key"
             if is_added
             else "would not have started with it"
         )

@@ -12,6 +12,14 @@ from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS, world_s
 from temper_legacy_shim.configs.mapping.rules import apply_rules
 
 BLOCK = "actor_rollout_ref.rollout"
+_PARAMETERS = [
+    f"{BLOCK}.{name}"
+    for name in (
+        *("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids"),
+        *("presence_penalty", "frequency_penalty", "min_tokens"),
+    )
+]
+"""Attributes of vLLM's SamplingParams, which the samplers until v0.6.1 passed on."""
 
 
 def build_rollout(draft: Draft) -> None:
@@ -37,6 +45,9 @@ def _sampling(draft: Draft) -> None:
         draft.find("greedy", key, given=given)
     if draft.switch(f"{BLOCK}.ignore_eos"):
         draft.find("ignore-eos", f"{BLOCK}.ignore_eos")
+    for key in _PARAMETERS:
+        if draft.old.is_set(key) and not draft.since("v0.7.0"):
+            draft.find("sampling-parameter", key, value=draft.old.get(key))
 
 
 def _prompt_limit(draft: Draft) -> None:

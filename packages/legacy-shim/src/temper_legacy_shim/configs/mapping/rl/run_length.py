@@ -58,8 +58,12 @@ def build_length(draft: Draft) -> None:
             keys = ("trainer.total_training_steps", "trainer.total_epochs")
             draft.find("total-steps", *keys, steps=steps, epochs=epochs)
         return
+    if steps is not None:
+        draft.find("total-steps.none", "trainer.total_training_steps", steps=steps)
     if epochs is None:
         return
+    if epochs < 1:
+        draft.find("total-epochs.none", "trainer.total_epochs", epochs=epochs)
     draft.put(
         "run.total_epochs",
         max(1, epochs),

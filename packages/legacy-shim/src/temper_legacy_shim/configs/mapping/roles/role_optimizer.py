@@ -136,7 +136,10 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
         _floor(draft, engine, optim)
     if target != "constant" or f"{engine}.warmup_ratio" in draft.settings:
         _schedule_length(draft, engine, optim)
-    if {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys():
+    has_warmup = {f"{engine}.warmup_steps", f"{engine}.warmup_ratio"} & draft.settings.keys()
+    # verl's cosine may count steps from one, as schedules here do.
+    counts_from_one = kind == "cosine" and draft.old.get(f"{optim}.zero_indexed_step") is False
+    if has_warmup and not (counts_from_one and not is_megatron(draft)):
         draft.find("warmup", f"{optim}.lr_warmup_steps")
     # The old scheduler stepped once for each call of the workers, however many updates it made.
     unit = updates_per_schedule_step(draft)
