@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,8 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.doctor.examination import examine
-from temper_legacy_shim.doctor.steps import Effort, Kind, carry_out
-from temper_legacy_shim.errors import UsageError
+from temper_legacy_shim.doctor.steps import Effort, Kind, Step, carry_out
+from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
 
 RUN = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 "
@@ -232,6 +234,22 @@ def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) ->
     )
     assert done.exit_code == 0
     assert (out / "checkpoints/config.json").is_file()
+
+
+def test_a_checkpoint_without_its_extra_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "temper_legacy_shim.checkpoints.conversion", None)
+    step = Step(
+        kind=Kind.CHECKPOINT,
+        path=Path("checkpoints"),
+        what="",
+        effort=Effort.NONE,
+        blockers=(),
+        command="",
+    )
+    with pytest.raises(ShimError, match=re.escape(format_extra_install("checkpoint"))):
+        carry_out(step, tmp_path, tmp_path / "new")
 
 
 def test_a_plan_in_a_pipe_has_every_path_full(tmp_path: Path) -> None:

@@ -58,5 +58,10 @@ def test_key_model_names_the_key_of_a_models_path() -> None:
     assert text.startswith("there is no key model: to name a model, set actor.engine.model.path. ")
 
 
+def test_message_installs_temper_migrate_from_a_clone() -> None:
+    text = str(describe_removed_key("trainer.logger"))
+    assert "To install it: pip install ./packages/legacy-shim in a clone of Temper" in text
+
+
 def test_existing_keys_are_not_refused() -> None:
     assert [key for key in KEYS if describe_removed_key(key)] == []

@@ -11,7 +11,7 @@ from pathlib import Path
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.configs.reading.config_files import read_old_file, translate_file
 from temper_legacy_shim.configs.report import yaml_of
-from temper_legacy_shim.errors import ShimError
+from temper_legacy_shim.errors import ShimError, format_extra_install
 
 TASK_FILES = re.compile(r"\.?justfile|taskfile(?:\.dist)?\.ya?ml", re.IGNORECASE)
 """Files of `just` and `task`, whose commands are not followed."""
@@ -152,8 +152,8 @@ def _checkpoint(path: Path, target: Path) -> str:
         from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
     except ImportError as error:
         raise ShimError(
-            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: pip "
-            "install 'temper-legacy-shim[checkpoint]'"
+            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: run "
+            f"{format_extra_install('checkpoint')}."
         ) from error
     receipts = [convert(job, Options(target="hf"), Sources()) for job in plan_jobs(path, target)]
     return f"wrote {target}: {sum(receipt.num_tensors for receipt in receipts)} tensors, verified"

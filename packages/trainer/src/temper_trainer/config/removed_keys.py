@@ -137,8 +137,8 @@ def describe_removed_key(key: str) -> str | None:
     """Return the error message for a key of the older generation, else None."""
     hint = (
         f"`temper-migrate explain {key}` explains more; `temper-migrate config FILE` translates a "
-        "whole file or old overrides, and `temper-migrate script FILE` a launch script (pip "
-        "install temper-legacy-shim)."
+        "whole file or old overrides, and `temper-migrate script FILE` a launch script. To install "
+        f"it: {format_install('temper-legacy-shim')}."
     )
     if key == "model":
         return f"there is no key model: to name a model, set actor.engine.model.path. {hint}"
