@@ -264,6 +264,25 @@ def test_cosine_that_counts_from_one_has_no_hazard_of_its_warmup(
     assert ("warmup" in rules_found(result, "hazard")) == is_hazard
 
 
+@pytest.mark.parametrize(
+    ("experts", "targets", "is_question"),
+    [
+        (4, (), True),
+        (1, (), False),
+        (4, (f"{LORA}.target_modules=[linear_qkv,linear_proj]",), False),
+    ],
+)
+def test_adapter_of_divided_experts_is_a_question(
+    experts: int, targets: tuple[str, ...], *, is_question: bool
+) -> None:
+    # MegatronEngine refuses all-linear for a model with experts.
+    divided = f"actor_rollout_ref.actor.megatron.expert_model_parallel_size={experts}"
+    result = translated(
+        "v0.7.1", f"{LORA}.rank=8", divided, *targets, config_name="ppo_megatron_trainer"
+    )
+    assert ("lora-experts" in rules_found(result, "person")) == is_question
+
+
 def test_trap_g_the_trainer_of_v0_9_needs_no_key_of_its_own() -> None:
     result = translated("v0.9.0", "trainer.use_v1=False")
     assert result.tokens[-1].disposition == "dropped"

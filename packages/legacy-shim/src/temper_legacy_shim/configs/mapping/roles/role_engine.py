@@ -200,6 +200,9 @@ def _modules(draft: Draft, role: OldRole, engine: str) -> None:
             old=[key],
             verbatim=targets == value,
         )
+    is_divided = (draft.integer(f"{role.megatron}.expert_model_parallel_size") or 1) > 1
+    if is_megatron(draft) and is_divided and targets == "all-linear":
+        draft.find("lora-experts", key, engine=engine)
     dropout = f"{prefix}dropout"
     if is_megatron(draft) and draft.number(dropout):
         draft.copy(f"{engine}.dropout", dropout, rule="lora-dropout", expected="number")
