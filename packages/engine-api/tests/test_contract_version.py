@@ -61,8 +61,9 @@ def test_an_engine_of_a_later_contract_is_refused_with_both_versions_and_what_to
     assert str(refused.value) == (
         "engine 'acme' of acme-engines 7.1 is built for temper-engine-api<9,>=8.3, and "
         f"temper-engine-api {INSTALLED} is installed: "
-        'either `pip install "temper-engine-api<9,>=8.3"`, or '
-        f'`pip install "temper-engine-api=={INSTALLED}" --upgrade acme-engines` '
+        "with the wheels of both in DIR, run either "
+        'pip install --find-links DIR "temper-engine-api<9,>=8.3", or '
+        f'pip install --find-links DIR "temper-engine-api=={INSTALLED}" --upgrade acme-engines '
         f"for the release of acme-engines that goes with {INSTALLED}."
     )
     assert "acme_everything" not in sys.modules

@@ -35,11 +35,13 @@ def check_contract(distribution: Distribution, *, engine: str) -> None:
     for bounds in read_contract_bounds(distribution):
         if not satisfies_bounds(installed, bounds):
             name = distribution.name
+            # Our packages are not on an index, so pip would not find them without --find-links.
+            install = "pip install --find-links DIR"
             raise ContractVersionError(
                 f"engine {engine!r} of {name} {distribution.version} is built for "
-                f"{ENGINE_API}{bounds}, and {ENGINE_API} {installed} is installed: either "
-                f'`pip install "{ENGINE_API}{bounds}"`, or '
-                f'`pip install "{ENGINE_API}=={installed}" --upgrade {name}` '
+                f"{ENGINE_API}{bounds}, and {ENGINE_API} {installed} is installed: with the wheels "
+                f'of both in DIR, run either {install} "{ENGINE_API}{bounds}", or '
+                f'{install} "{ENGINE_API}=={installed}" --upgrade {name} '
                 f"for the release of {name} that goes with {installed}."
             )
 
