@@ -19,7 +19,7 @@ from temper_engine_fsdp.model.huggingface_model import build_model
 
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None,
-    reason="an environment with torchao would run it: pip install 'temper-engine-fsdp[float8]'",
+    reason="an environment with torchao would run it: pip install './packages/engine-fsdp[float8]'",
 )
 DEVICES = [
     "cpu",

@@ -300,7 +300,7 @@ def test_updates_on_device_and_host_are_equal(
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
 def test_liger_kernels_are_as_exact_as_the_plain_formulas(compute: torch.dtype) -> None:
     pytest.importorskip(
-        "liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'"
+        "liger_kernel", reason="needs liger-kernel: pip install './packages/engine-fsdp[liger]'"
     )
     device = torch.device("cuda", 0)
     check_kernels(
@@ -316,7 +316,7 @@ def test_engine_with_liger_layers_trains_like_one_without(
     start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
     pytest.importorskip(
-        "liger_kernel", reason="needs liger-kernel: pip install 'temper-engine-fsdp[liger]'"
+        "liger_kernel", reason="needs liger-kernel: pip install './packages/engine-fsdp[liger]'"
     )
     exact = PrecisionSpec(compute="fp32")
     plain = norms(start(precision=exact), batch, count=4)

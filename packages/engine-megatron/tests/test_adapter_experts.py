@@ -214,7 +214,7 @@ def test_adapter_of_only_experts_trains(run_in, moe_oracle, layout):
 def test_other_engine_loads_the_adapter_with_equal_logprobs(run_in, moe_oracle, tmp_path):
     pytest.importorskip(
         "temper_engine_fsdp",
-        reason="the other engine is not installed: pip install temper-engine-fsdp",
+        reason="the other engine is not installed: pip install ./packages/engine-fsdp",
     )
     setup = moe_oracle.make_adapter_setup(EXPERTS_AND_ATTENTION, optimizer=ADAMW)
     batch = moe_oracle.get_batch(model=QWEN2_TIED)

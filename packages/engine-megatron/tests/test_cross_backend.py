@@ -45,7 +45,8 @@ from temper_engine_megatron.bridge_compat import TESTED_MODEL_TYPES
 from temper_engine_megatron.huggingface.weight_names import split_saved_experts
 
 pytest.importorskip(
-    "temper_engine_fsdp", reason="the other engine is not installed: pip install temper-engine-fsdp"
+    "temper_engine_fsdp",
+    reason="the other engine is not installed: pip install ./packages/engine-fsdp",
 )
 
 ONE_RANK, TWO_RANKS = default_layout(1), default_layout(2)

@@ -162,7 +162,7 @@ def test_stage_reads_only_its_own_layers(rank_pool, oracle, tmp_path):
 def test_rank_reads_only_its_own_experts(rank_pool, oracle, tmp_path, engine):
     pytest.importorskip(
         "temper_engine_fsdp",
-        reason="the other engine is not installed: pip install temper-engine-fsdp",
+        reason="the other engine is not installed: pip install ./packages/engine-fsdp",
     )
     moe_oracle = oracle.with_experts()
     setup = moe_oracle.make_setup(QWEN2_UNTIED, optimizer=ADAMW)

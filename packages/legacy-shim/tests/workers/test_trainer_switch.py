@@ -14,7 +14,9 @@ from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.loops import train
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 
 SMALL = (
     "experiment=quickstart",

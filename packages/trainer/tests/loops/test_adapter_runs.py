@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from temper_trainer.loops import RunResult
 
-pytest.importorskip("peft", reason="adapters need peft: pip install 'temper-engine-fsdp[lora]'")
+pytest.importorskip("peft", reason="adapters need peft: pip install './packages/engine-fsdp[lora]'")
 
 Run = Callable[..., RunResult]
 Rows = Callable[..., list[dict[str, float]]]

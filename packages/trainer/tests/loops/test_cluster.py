@@ -14,7 +14,9 @@ from temper_trainer.runtime.worker_group import WorkerError
 
 run_step = StepLoop.run_step
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 

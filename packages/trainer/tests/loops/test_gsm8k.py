@@ -13,7 +13,9 @@ from safetensors.torch import load_file
 
 from temper_trainer.loops import RunResult
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 GSM8K = Path(os.environ["TEMPER_TEST_DATA"]) / "gsm8k"
 pytestmark = [
     pytest.mark.timeout(1200),  # two minutes alone on two fast cores

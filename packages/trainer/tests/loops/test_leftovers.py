@@ -58,7 +58,9 @@ def overrides_of(kind: str) -> tuple[str, ...]:
     """Return the settings of a run on Ray, on a vLLM server, or on both."""
     overrides: tuple[str, ...] = ()
     if "ray" in kind:
-        pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+        pytest.importorskip(
+            "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+        )
         overrides += ON_RAY
     if "vllm" in kind:
         named = os.environ.get("TEMPER_ROLLOUT_PYTHON")

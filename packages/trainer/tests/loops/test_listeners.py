@@ -59,7 +59,7 @@ def test_run_on_ray_opens_only_the_listed_sockets_and_shows_no_token(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'temper-trainer[ray]'")
+        pytest.skip("Ray is not installed: pip install './packages/trainer[ray]'")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
     with Listeners() as listeners:
         run(

@@ -16,7 +16,7 @@ from temper_trainer.loops import RunResult
 
 from .conftest import SMALL
 
-pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+pytest.importorskip("ray", reason="Ray is not installed: pip install './packages/trainer[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Run = Callable[..., RunResult]

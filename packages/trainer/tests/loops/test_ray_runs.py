@@ -16,7 +16,9 @@ from temper_trainer.runtime.worker_group import WorkerError
 
 run_step = StepLoop.run_step
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 pytestmark = pytest.mark.ray
 
 Run = Callable[..., RunResult]

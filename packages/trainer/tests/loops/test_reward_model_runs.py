@@ -141,7 +141,7 @@ def test_reward_model_on_ray_gives_the_metrics_of_one_process(
     run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str]
 ) -> None:
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
     two = settings(trained, "reward.function=reward_model", "run.total_steps=2")
     run(tmp_path / "inline", *two, base=())
@@ -160,7 +160,7 @@ def test_reward_model_on_ray_scores_an_asynchronous_run(
     run: Run, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
     rollouts: list[Rollout] = []
 

@@ -531,7 +531,7 @@ def test_two_replicas_on_ray_equal_one_server_even_if_one_is_killed(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
@@ -571,7 +571,7 @@ def test_server_with_two_workers_in_the_bundles_of_two_ranks_gives_the_same_loss
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]
 ) -> None:
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
     run(tmp_path / "hf", *SHORT_RUN, *GREEDY)
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
@@ -600,7 +600,7 @@ def test_teacher_servers_on_ray_equal_an_engine_even_if_one_is_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
     here = str(Path(__file__).parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))

@@ -223,7 +223,7 @@ def test_failing_run_closes_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(
-    find_spec("wandb") is None, reason="needs wandb: pip install 'temper-trainer[wandb]'"
+    find_spec("wandb") is None, reason="needs wandb: pip install './packages/trainer[wandb]'"
 )
 def test_resume_continues_the_same_wandb_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

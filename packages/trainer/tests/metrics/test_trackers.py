@@ -32,14 +32,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 MLFLOW = pytest.mark.skipif(
-    find_spec("mlflow") is None, reason="needs mlflow: pip install 'temper-trainer[mlflow]'"
+    find_spec("mlflow") is None, reason="needs mlflow: pip install './packages/trainer[mlflow]'"
 )
 TRACKIO = pytest.mark.skipif(
-    find_spec("trackio") is None, reason="needs trackio: pip install 'temper-trainer[trackio]'"
+    find_spec("trackio") is None, reason="needs trackio: pip install './packages/trainer[trackio]'"
 )
 PROMETHEUS = pytest.mark.skipif(
     find_spec("prometheus_client") is None,
-    reason="needs prometheus_client: pip install 'temper-trainer[prometheus]'",
+    reason="needs prometheus_client: pip install './packages/trainer[prometheus]'",
 )
 SETTINGS = {
     "run": {"total_steps": 4, "trackers": ["jsonl"]},

@@ -10,7 +10,9 @@ from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.runtime.worker_group import FullStoreError, TrainingWorker, WorkerGroup
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STORE_BYTES = 80 << 20

@@ -8,7 +8,9 @@ import pytest
 from temper_trainer.config.run import RuntimeConfig
 from temper_trainer.runtime.placement import RoleRequest
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 
 
 @pytest.fixture

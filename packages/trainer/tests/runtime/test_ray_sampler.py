@@ -113,7 +113,7 @@ def is_in_shared_memory(tensor: torch.Tensor) -> bool:
 @pytest.mark.ray
 def test_receiver_maps_the_object_store_without_a_copy() -> None:
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
 
     def look(bucket: StoredBucket) -> tuple[list[bool], list[float]]:

@@ -6,7 +6,9 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config_loading import load
 from temper_trainer.runtime.runtime_factory import open_runtime
 
-ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+ray = pytest.importorskip(
+    "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
+)
 
 
 def test_unreachable_ray_address_is_a_configuration_error(monkeypatch: pytest.MonkeyPatch) -> None:

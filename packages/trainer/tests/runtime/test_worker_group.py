@@ -56,7 +56,7 @@ def group(request: pytest.FixtureRequest) -> Iterator[WorkerGroup]:
         made.close()
         return
     ray = pytest.importorskip(
-        "ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'"
+        "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
     from temper_trainer.runtime.ray.ray_worker_group import RayWorkerGroup, RoleActor
 
@@ -102,7 +102,7 @@ def engine_logprobs() -> torch.Tensor:
 
 
 def test_rendezvous_port_of_rank_0_is_reserved() -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install './packages/trainer[ray]'")
     from temper_trainer.runtime.ray.ray_worker_group import RoleActor
 
     actor = RoleActor()
@@ -114,7 +114,7 @@ def test_rendezvous_port_of_rank_0_is_reserved() -> None:
 def test_actor_hides_secrets_of_the_configuration_in_what_it_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'temper-trainer[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install './packages/trainer[ray]'")
     from temper_trainer.runtime.ray.ray_worker_group import RoleActor
 
     monkeypatch.setattr(redaction, "_registered", set())
@@ -174,7 +174,7 @@ class Stored:
 def test_ranks_of_a_replica_get_one_stored_copy_of_their_shard() -> None:
     module = pytest.importorskip(
         "temper_trainer.runtime.ray.ray_worker_group",
-        reason="Ray is not installed: pip install 'temper-trainer[ray]'",
+        reason="Ray is not installed: pip install './packages/trainer[ray]'",
         exc_type=ImportError,
     )
     first, second, third = (["shard 0"],), (["shard 0"],), (["shard 2"],)
