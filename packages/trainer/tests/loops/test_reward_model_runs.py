@@ -74,16 +74,22 @@ def scores_of(model: Path, rollouts: Sequence[Rollout]) -> list[float]:
         return [float(judge(input_ids=row).logits[0, -1, 0]) for row in rows]
 
 
-def test_policy_learns_what_the_reward_model_prefers(
-    run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step_results: list[StepResult] = []
+@pytest.fixture
+def step_results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
+    """The results of all steps of the test's runs, in their order."""
+    results: list[StepResult] = []
 
     def watched(loop: StepLoop, *, step: int, **given: object) -> StepResult:
-        step_results.append(run_step(loop, step=step, **given))  # type: ignore[arg-type]
-        return step_results[-1]
+        results.append(run_step(loop, step=step, **given))  # type: ignore[arg-type]
+        return results[-1]
 
     monkeypatch.setattr(StepLoop, "run_step", watched)
+    return results
+
+
+def test_policy_learns_what_the_reward_model_prefers(
+    run: Run, rows: Rows, tmp_path: Path, trained: tuple[Path, str], step_results: list[StepResult]
+) -> None:
     run(
         tmp_path / "run",
         *settings(trained, "reward.function=reward_model", "run.total_steps=12"),
@@ -99,18 +105,12 @@ def test_policy_learns_what_the_reward_model_prefers(
 
 
 def test_reward_model_can_be_one_of_several_rewards(
-    run: Run, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, trained: tuple[Path, str], step_results: list[StepResult]
 ) -> None:
-    rollouts: list[Rollout] = []
-
-    def watched(loop: StepLoop, *, step: int, **given: object) -> StepResult:
-        result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
-        rollouts.extend(result.rollouts)
-        return result
-
-    monkeypatch.setattr(StepLoop, "run_step", watched)
     both = "reward.components={exact_match: 1.0, reward_model: 0.25}"
     run(tmp_path / "run", *settings(trained, both, "run.total_steps=1"), base=())
+    (result,) = step_results
+    rollouts = result.rollouts
     expected = scores_of(trained[0] / "huggingface", rollouts)
     assert [rollout.components[1] for rollout in rollouts] == pytest.approx(
         expected, rel=1e-4, abs=1e-5
@@ -157,25 +157,18 @@ def test_reward_model_on_ray_gives_the_metrics_of_one_process(
 @pytest.mark.nightly
 @pytest.mark.ray
 def test_reward_model_on_ray_scores_an_asynchronous_run(
-    run: Run, tmp_path: Path, trained: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+    run: Run, tmp_path: Path, trained: tuple[Path, str], step_results: list[StepResult]
 ) -> None:
     ray = pytest.importorskip(
         "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
     )
-    rollouts: list[Rollout] = []
-
-    def watched(loop: StepLoop, *, step: int, **given: object) -> StepResult:
-        result = run_step(loop, step=step, **given)  # type: ignore[arg-type]
-        rollouts.extend(result.rollouts)
-        return result
-
-    monkeypatch.setattr(StepLoop, "run_step", watched)
     three = settings(trained, "reward.function=reward_model", "run.total_steps=3", "loop=async")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
         run(tmp_path / "run", *three, "runtime.kind=ray", base=())
     finally:
         ray.shutdown()
+    rollouts = [rollout for result in step_results for rollout in result.rollouts]
     assert len(rollouts) == 3 * 32
     assert [rollout.reward for rollout in rollouts] == pytest.approx(
         scores_of(trained[0] / "huggingface", rollouts), rel=1e-4, abs=1e-5
