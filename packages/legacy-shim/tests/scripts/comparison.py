@@ -1,6 +1,7 @@
 """A script as our reader reads it against the same script as bash runs it with stubs."""
 
 import re
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,7 +135,8 @@ def _keys(launches: Sequence[Sequence[Text | str]]) -> list[list[str]]:
 def _placeless(command: list[str], run: Run) -> list[str]:
     """Return a command without what differs in every run: its folder and the process (``$$``)."""
     process = re.compile(rf"(?<!\d){run.process_id}(?!\d)")
-    return [process.sub("$$", re.sub(r"/tmp/stubs-\w+", "", word)) for word in command]
+    folder = re.compile(rf"{re.escape(tempfile.gettempdir())}/stubs-\w+")
+    return [process.sub("$$", folder.sub("", word)) for word in command]
 
 
 def _launches(command: list[str]) -> bool:

@@ -3,6 +3,7 @@
 import logging
 import shutil
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,14 @@ def _drawn_paths() -> list[Path]:
 def test_number_of_the_process_is_no_difference() -> None:
     launch = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.nnodes=1\n"
     assert wrong_in_new("mkdir -p /tmp/run_$$\n" + launch) == []
+
+
+def test_folder_of_the_stubs_is_no_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    launch = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.nnodes=1\n"
+    assert wrong_in_new('mkdir -p "$PWD/pipeline"\n' + launch) == []
 
 
 PUBLIC = pytest.mark.parametrize("get_paths", [public_scripts, _drawn_paths])
