@@ -52,12 +52,12 @@ def test_number_of_the_process_is_no_difference() -> None:
     assert wrong_in_new("mkdir -p /tmp/run_$$\n" + launch) == []
 
 
-def test_folder_of_the_stubs_is_no_difference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_folder_of_the_stubs_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = "python3 -m verl.trainer.main_ppo data.train_batch_size=8 trainer.nnodes=1\n"
-    assert wrong_in_new('mkdir -p "$PWD/pipeline"\n' + launch) == []
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)  # scripts run as another user
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        assert wrong_in_new('mkdir -p "$PWD/pipeline"\n' + launch) == []
 
 
 PUBLIC = pytest.mark.parametrize("get_paths", [public_scripts, _drawn_paths])
