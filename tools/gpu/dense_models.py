@@ -5,9 +5,10 @@ r"""Compare RL updates of language models: FSDPEngine, MegatronEngine, a plain l
         [--set one|two|four|experts|transformer-engine] [--rows NAME,...] [--done FILE]
 
 Each row runs in its own processes on as many GPUs as it needs; rows run in parallel while GPUs are
-free. Results are appended to FOLDER/rows.jsonl, and the output of rows to FOLDER/log.txt. To
-continue an interrupted run, pass `--done rows.jsonl`: rows that are `ok` in that file are skipped,
-and the table contains both. Rows that do not fit into `--budget-s` are skipped and named.
+free. Results are appended to FOLDER/rows.jsonl. The output of a row is in FOLDER/ROW.txt, with `-`
+for `/`, and is appended to FOLDER/log.txt when the row ends. To continue an interrupted run, pass
+`--done rows.jsonl`: rows that are `ok` in that file are skipped, and the table contains both. Rows
+that do not fit into `--budget-s` are skipped and named.
 Needs torch with CUDA and transformers; `megatron` rows need megatron-core, megatron-bridge and
 omegaconf, with `te` also transformer-engine, `trl` rows TRL and datasets, FSDPEngine's `rowwise`
 and `tensorwise` rows torchao. `--rehearse` runs on a CPU at a tiny size.
@@ -193,7 +194,9 @@ def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Run
     command += ["--rehearse"] if options.rehearse else []
     if options.gpus == 1:
         command += ["--lock", str(options.out / "gpu.lock")]
-    output = tempfile.TemporaryFile()  # noqa: SIM115 (open for as long as the row runs)
+    # A named file, so that what a row printed survives if this program is killed.
+    path = options.out / f"{row.name.replace('/', '-')}.txt"
+    output = path.open("w+b")
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )

@@ -257,10 +257,11 @@ class RunningTask:
 def write_entry_points(folder: Path) -> None:
     """Write the metadata of packages in a checkout to a folder, which belongs on PYTHONPATH.
 
-    Engines are then found by name, and `temper-train` finds its version.
+    Engines are then found by name, and `temper-train` finds its version. pytest finds the
+    conformance kit.
     """
     packages = Path(__file__).resolve().parents[2] / "packages"
-    for package in ("engine-fsdp", "engine-megatron", "trainer"):
+    for package in ("engine-api", "engine-fsdp", "engine-megatron", "trainer"):
         project = tomllib.loads((packages / package / "pyproject.toml").read_text())["project"]
         name = project["name"]
         fields = f"Metadata-Version: 2.1\nName: {name}\nVersion: {project['version']}\n"

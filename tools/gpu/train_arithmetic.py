@@ -18,7 +18,8 @@ curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and `ray-ppo-megatron`
 need Ray and four GPUs. The runs `tool-sync` and `tool-async` need vLLM: name its interpreter with
 `--rollout-python`. They call a calculator at every `=`; the server and the actor share the GPU.
-Name runs with Ray or vLLM with `--runs`.
+Name runs with Ray or vLLM with `--runs`, also `grpo-te` and `grpo-te-float8`, which need
+TransformerEngine.
 """
 
 import argparse
@@ -117,6 +118,15 @@ VLLM_RUNS: dict[str, tuple[str, ...]] = {
 }
 """Configuration overrides by run with a vLLM server."""
 _ON_FOUR_WORKERS = ("runtime.kind=ray", "actor.num_workers=4")
+TRANSFORMER_ENGINE_RUNS: dict[str, tuple[str, ...]] = {
+    "grpo-te": ("model_engine=megatron", "actor.engine.layers=transformer_engine"),
+    "grpo-te-float8": (
+        "model_engine=megatron",
+        "actor.engine.layers=transformer_engine",
+        "actor.engine.float8=tensorwise",
+    ),
+}
+"""Configuration overrides by run with TransformerEngine's layers."""
 RAY_RUNS: dict[str, tuple[str, ...]] = {
     "ray-grpo": _ON_FOUR_WORKERS,
     "ray-ppo-megatron": (
@@ -173,7 +183,7 @@ def list_overrides(
         placement += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
     elif name in RAY_RUNS:
         placement = ["runtime.cpus_per_worker=0.5" if rehearse else "runtime.gpus_per_worker=1"]
-    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | RAY_RUNS)[name]
+    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | TRANSFORMER_ENGINE_RUNS | RAY_RUNS)[name]
     base: list[str] = []
     if name in FROM_WARM_START:
         # Without the sizes and the settings of the warm start, which the saved model replaces.

@@ -3,12 +3,22 @@
     python -m temper_engine_api.conformance \
         --engine tools.gpu.transformer_engine_engines:TransformerEngineEngine \
         --device cuda --compute bf16 --world-sizes 1
+    python -m tools.gpu.transformer_engine_engines --gpus 0,1 --out FOLDER \
+        --only transformer-engine:tp2,transformer-engine:pp2
+
+The second command passes its arguments to `tools.conformance_report`, with the engines
+`transformer-engine`, `te-tensorwise` and `te-blockwise` in Megatron's layouts.
 
 `TensorwiseEngine` and `BlockwiseEngine` multiply in float8 as well. Tests that configure float32
 fail, because these layers refuse it, and with float8 so do tests that configure an adapter.
 """
 
+import os
+import subprocess
+import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from temper_engine_api.specs import EngineConfig
@@ -53,3 +63,44 @@ class BlockwiseEngine(MegatronEngine):
     """MegatronEngine that multiplies in float8, with scales per block."""
 
     config_class: ClassVar[type[EngineConfig]] = BlockwiseConfig
+
+
+ENGINES = {
+    "transformer-engine": (TransformerEngineEngine, TransformerEngineConfig),
+    "te-tensorwise": (TensorwiseEngine, TensorwiseConfig),
+    "te-blockwise": (BlockwiseEngine, BlockwiseConfig),
+}
+"""Engines and their configs by the name of their entry points."""
+
+
+def write_metadata(folder: Path) -> None:
+    """Write the metadata of a package with these engines to a folder for PYTHONPATH."""
+    metadata = folder / "temper_transformer_engine_engines-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: temper-transformer-engine-engines\nVersion: 0\n"
+    )
+    module = "tools.gpu.transformer_engine_engines"
+    lines = ["[temper.engines]"]
+    lines += [f"{name} = {module}:{engine.__name__}" for name, (engine, _) in ENGINES.items()]
+    lines += ["[temper.engine_configs]"]
+    lines += [f"{name} = {module}:{config.__name__}" for name, (_, config) in ENGINES.items()]
+    lines += ["[temper.conformance_layouts]"]
+    lines += [f"{name} = temper_engine_megatron.layouts:LAYOUTS" for name in ENGINES]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+def main() -> int:
+    """Run `tools.conformance_report` on these engines in bf16."""
+    with tempfile.TemporaryDirectory(prefix="entry-points-") as folder:
+        write_metadata(Path(folder))
+        path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-m", "tools.conformance_report", "--compute", "bf16"]
+        command += ["--engines", ",".join(ENGINES), *sys.argv[1:]]
+        return subprocess.run(
+            command, env=os.environ | {"PYTHONPATH": path}, check=False
+        ).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -26,6 +26,7 @@ def test_engines_of_a_checkout_are_found_in_this_process_and_its_children(
         versions = {each.name: each.version for each in distributions(path=[folder])}
         # temper-train prints the version of its package.
         assert versions == {
+            "temper-engine-api": version("temper-engine-api"),
             "temper-engine-fsdp": version("temper-engine-fsdp"),
             "temper-engine-megatron": version("temper-engine-megatron"),
             "temper-trainer": version("temper-trainer"),
