@@ -140,6 +140,25 @@ def test_other_aggregation_of_the_critic_than_the_mean_over_tokens_is_a_hazard(
 
 
 @pytest.mark.parametrize(
+    ("version", "config_name", "is_twice"),
+    [
+        ("v0.3.0.post1", None, False),
+        ("v0.4.0", None, True),
+        ("v0.4.0", "ppo_megatron_trainer", True),
+        ("v0.4.1", None, False),
+    ],
+)
+def test_loss_of_the_critic_that_was_not_halved_is_a_hazard(
+    version: str, config_name: str | None, *, is_twice: bool
+) -> None:
+    # compute_value_loss of v0.4.0 has no factor 0.5, which all other releases have.
+    gae = ("algorithm.adv_estimator=gae", "critic.model.path=/models/q")
+    run = translated(version, *gae, config_name=config_name)
+    assert ("value-loss" in rules_found(run, "hazard")) == is_twice
+    assert "value-loss" not in rules_found(translated(version, config_name=config_name), "hazard")
+
+
+@pytest.mark.parametrize(
     ("version", "loss", "is_own"),
     [
         ("v0.6.0", "gspo", True),

@@ -291,6 +291,21 @@ def test_schedule_of_fine_tuning_is_as_long_as_the_run() -> None:
     assert run.tokens[2].disposition == "dropped"
 
 
+@pytest.mark.parametrize("version", ["v0.6.1", "v0.7.0"])
+def test_first_fine_tuning_read_no_steps_of_warmup_and_no_floor(version: str) -> None:
+    # fsdp_sft_trainer.py gives its schedule lr_warmup_steps_ratio alone; the keys are those of the
+    # dataclass that v0.6.1 brought.
+    unread = ["optim.lr_warmup_steps=5", "optim.min_lr_ratio=0.1"]
+    run = translate(["data.train_files=/t.parquet", *unread], entry=FIRST, version=version)
+    values = {setting.key: setting.value for setting in run.settings}
+    assert values["actor.engine.schedule.warmup_ratio"] == 0.1
+    assert not {f"actor.engine.schedule.{key}" for key in ("warmup_steps", "min_lr_ratio")} & {
+        *values
+    }
+    assert [token.disposition for token in run.tokens[-2:]] == ["dropped"] * 2
+    assert all(f"{version} did not read it" in token.reason for token in run.tokens[-2:])
+
+
 def test_first_fine_tuning_had_a_schedule_of_all_epochs() -> None:
     # fsdp_sft_trainer.py takes steps_per_epoch * total_epochs, also if the run ends before.
     overrides = ["data.train_files=/t.parquet", "trainer.total_epochs=4"]

@@ -6,6 +6,7 @@ from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 from .conftest import rules_found, translated, values
+from .test_effective_values import effective
 
 FIRST = "algorithm.rollout_is"
 LATER = "algorithm.rollout_correction"
@@ -217,6 +218,39 @@ def test_completions_are_drawn_again_by_their_rewards_as_they_were() -> None:
     most = values(resampled(f"{block}.reweight_method=max_min"))
     assert most["algorithm.reweight.name"] == "max_min"
     assert "pf-ppo" in rules_found(resampled(f"{block}.reweight_method=best"), "person")
+
+
+def test_block_of_the_second_drawing_that_v0_4_1_did_not_read_is_a_hazard() -> None:
+    # ray_trainer.py of v0.4.1: config.get("pf_ppo_reweight_method", "pow") in the block algorithm.
+    gae = ("algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True")
+    block = ("algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3.0")
+    read, unread = (translated(version, *gae, *block) for version in ("v0.4.0", "v0.4.1"))
+    assert effective(read, "algorithm.reweight.name") == "max_min"
+    assert effective(unread, "algorithm.reweight.name") == "power"
+    assert effective(unread, "algorithm.reweight.exponent") is None  # 2, the default of both
+    assert [token.disposition for token in unread.tokens[-2:]] == ["dropped"] * 2
+    (hazard,) = [each.message for each in unread.findings if each.rule == "pf-ppo"]
+    assert "v0.4.1 did not read algorithm.pf_ppo.reweight_method=max_min" in hazard
+    flat = ("+algorithm.pf_ppo_reweight_method=pow", "+algorithm.pf_ppo_weight_pow=3.0")
+    run = translated("v0.4.1", *gae, *flat)
+    assert effective(run, "algorithm.reweight.exponent") == 3.0
+    assert "pf-ppo" not in rules_found(run, "hazard")
+    assert [token.disposition for token in run.tokens[-2:]] == ["mapped"] * 2
+    other = translated("v0.7.0", *gae, *flat).tokens[-2:]
+    assert [token.disposition for token in other] == ["dropped"] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "is_hazard"), [("pow", False), ("max_min", True), ("max_random", True)]
+)
+def test_drawing_over_the_step_and_not_over_groups_is_a_hazard(
+    method: str, *, is_hazard: bool
+) -> None:
+    # compute_pf_ppo_reweight_data compares the scores of all completions; algorithm.reweight draws
+    # by group, except for power.
+    given = ("algorithm.use_pf_ppo=True", f"algorithm.pf_ppo.reweight_method={method}")
+    run = translated("v0.9.1", "algorithm.adv_estimator=gae", *given)
+    assert ("pf-ppo" in rules_found(run, "hazard")) == is_hazard
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus"])

@@ -265,6 +265,28 @@ def test_cosine_that_counts_from_one_has_no_hazard_of_its_warmup(
 
 
 @pytest.mark.parametrize(
+    ("version", "kind", "floor", "is_from_floor"),
+    [
+        ("v0.4.0", "cosine", 0.1, True),
+        ("v0.5.0", "cosine", 0.1, True),
+        ("v0.5.0", "cosine", 0.0, False),
+        ("v0.5.0", "constant", 0.1, False),
+        ("v0.6.0", "cosine", 0.1, False),
+    ],
+)
+def test_warmup_of_a_cosine_that_began_at_its_floor_is_reported_so(
+    version: str, kind: str, floor: float, *, is_from_floor: bool
+) -> None:
+    # lr_lambda of v0.5.0 returns min_lr_ratio + (1 - min_lr_ratio) * step / steps.
+    optim = "actor_rollout_ref.actor.optim"
+    given = (f"{optim}.warmup_style={kind}", f"{optim}.min_lr_ratio={floor}")
+    result = translated(version, f"{optim}.lr_warmup_steps=10", *given)
+    text = next(finding.message for finding in result.findings if finding.rule == "warmup")
+    assert ("began at 0.1 of the peak" in text) == is_from_floor
+    assert ("began at 0," in text) != is_from_floor
+
+
+@pytest.mark.parametrize(
     ("experts", "targets", "is_question"),
     [
         (4, (), True),

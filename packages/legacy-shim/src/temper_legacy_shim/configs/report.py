@@ -321,12 +321,14 @@ def _report(
     if new_keys:
         disposition = rule.disposition if rule.disposition in _CARRYING else "mapped"
         return _made(token, disposition, rule.reason, rule, new_keys=new_keys)
-    drop_reasons = _find_drop_reason(draft, token.key)
-    if drop_reasons is not None:
+    reason = _find_drop_reason(draft, token.key)
+    if reason is not None:
+        # Keys and releases are spelled as they are, also at the start of a sentence.
+        is_word = reason.partition(" ")[0].isalpha()
         return _made(
             token,
             "ignored" if rule.disposition == "ignored" else "dropped",
-            f"{drop_reasons[0].upper()}{drop_reasons[1:]}.",
+            f"{reason[0].upper() if is_word else reason[0]}{reason[1:]}.",
             rule,
         )
     if rule.disposition in _CARRYING:

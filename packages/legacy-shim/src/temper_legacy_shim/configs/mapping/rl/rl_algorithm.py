@@ -66,7 +66,7 @@ def build_algorithm(draft: Draft) -> None:
 
 
 def _aggregation(draft: Draft) -> None:
-    """Set the aggregation of the policy's losses, and report a critic that had another one."""
+    """Set the aggregation of the policy's losses, and report a critic with another loss."""
     key, mode = f"{ACTOR}.loss_agg_mode", draft.text(f"{ACTOR}.loss_agg_mode") or "token-mean"
     loss = draft.settings.get("algorithm.policy_loss.name")
     if loss is not None and mode != "seq-mean-token-mean" and _has_own_aggregation(draft, loss):
@@ -85,6 +85,8 @@ def _aggregation(draft: Draft) -> None:
     critic = draft.text("critic.loss_agg_mode") or "token-mean"
     if needs_critic(draft) and critic != "token-mean":
         draft.find("critic-aggregation", "critic.loss_agg_mode", mode=critic)
+    if needs_critic(draft) and draft.old.version == "v0.4.0":
+        draft.find("value-loss")
 
 
 def _has_own_aggregation(draft: Draft, loss: Setting) -> bool:

@@ -100,20 +100,43 @@ def _unread_filter(draft: Draft) -> None:
 
 
 def _reweight(draft: Draft) -> None:
-    new, block = "algorithm.reweight", "algorithm.pf_ppo"
-    method = draft.text(f"{block}.reweight_method") or "pow"
+    new, block = "algorithm.reweight", "algorithm.pf_ppo."
+    # v0.4.1 read names that its own configuration did not have, and not its block.
+    if draft.old.version == "v0.4.1":
+        _report_unread_block(draft, block.removesuffix("."))
+        block = "algorithm.pf_ppo_"
+    method = draft.text(f"{block}reweight_method") or "pow"
     target = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
     if target is None:
-        draft.find("pf-ppo", f"{block}.reweight_method", block=block, method=method)
+        draft.find("pf-ppo", f"{block}reweight_method", method=method)
         return
     draft.put(
         f"{new}.name",
         target,
         rule="pf-ppo",
-        old=[f"{block}.reweight_method", "algorithm.use_pf_ppo"],
+        old=[f"{block}reweight_method", "algorithm.use_pf_ppo"],
     )
     if target == "power":
-        draft.copy(f"{new}.exponent", f"{block}.weight_pow", rule="pf-ppo", expected="number")
+        draft.copy(f"{new}.exponent", f"{block}weight_pow", rule="pf-ppo", expected="number")
+    else:
+        draft.find(
+            "pf-ppo.groups",
+            f"{block}reweight_method",
+            method=method,
+            weights="weight 1 for each with the largest or the smallest score, 0 for the others"
+            if target == "max_min"
+            else "weight 0.4 for each with the largest score, 0.1 for the others",
+            other="from its worst ones" if target == "max_min" else "from all",
+        )
+
+
+def _report_unread_block(draft: Draft, block: str) -> None:
+    draft.explain_drop(block, f"{draft.old.version} did not read it")
+    default = {f"{block}.reweight_method": "pow", f"{block}.weight_pow": 2.0}
+    keys = [key for key, value in default.items() if draft.old.get(key) not in (None, value)]
+    if keys:
+        given = " and ".join(f"{key}={draft.text(key)}" for key in keys)
+        draft.find("pf-ppo.not-read", *keys, given=given)
 
 
 def _put(draft: Draft, name: str, value: str | float | bool | None, *old: str) -> None:

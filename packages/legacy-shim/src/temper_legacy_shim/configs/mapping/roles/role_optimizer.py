@@ -92,14 +92,14 @@ _RATIOS = ("lr_warmup_steps_ratio", "warmup_steps_ratio")
 
 def set_schedule(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.schedule", role.optim
-    styles = (
-        _STYLES if role.block != "model" else ("lr_scheduler",)
-    )  # the first generation of fine-tuning read no other
+    is_first_sft = role.block == "model"
+    # The first generation of fine-tuning read no other key of a schedule than this and the ratio.
+    styles = ("lr_scheduler",) if is_first_sft else _STYLES
     style_key = next(
         (key for key in (f"{optim}.{name}" for name in styles) if _is_given(draft, key)), ""
     )
     # Before v0.4.0 the first generation of fine-tuning had one schedule, and no key for it.
-    kind = draft.text(style_key) or ("cosine" if role.block == "model" else "constant")
+    kind = draft.text(style_key) or ("cosine" if is_first_sft else "constant")
     target = {
         "constant": "constant",
         "cosine": "cosine",
@@ -114,7 +114,8 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
         (f"{optim}.{name}" for name in _RATIOS if _is_given(draft, f"{optim}.{name}")),
         f"{optim}.{_RATIOS[0]}",
     )
-    warmup, ratio = draft.number(f"{optim}.lr_warmup_steps"), draft.number(ratio_key)
+    warmup = None if is_first_sft else draft.number(f"{optim}.lr_warmup_steps")
+    ratio = draft.number(ratio_key)
     draft.put(f"{engine}.kind", target, rule="schedule-kind", old=[style_key] if style_key else [])
     # Megatron takes 0 for a number that is not given, and then reads the ratio.
     if warmup is not None and warmup >= 0 and (warmup > 0 or not is_megatron(draft)):
@@ -132,7 +133,10 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
         draft.put(
             f"{engine}.warmup_ratio", float(ratio), rule="warmup", old=[ratio_key], verbatim=True
         )
-    if target != "constant":
+    if is_first_sft:
+        for name in ("lr_warmup_steps", "min_lr_ratio"):
+            draft.explain_drop(f"{optim}.{name}", f"{draft.old.version} did not read it")
+    elif target != "constant":
         _floor(draft, engine, optim)
     if target != "constant" or f"{engine}.warmup_ratio" in draft.settings:
         _schedule_length(draft, engine, optim)
@@ -140,7 +144,11 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
     # verl's cosine may count steps from one, as schedules here do.
     counts_from_one = kind == "cosine" and draft.old.get(f"{optim}.zero_indexed_step") is False
     if has_warmup and not (counts_from_one and not is_megatron(draft)):
-        draft.find("warmup", f"{optim}.lr_warmup_steps")
+        floor = draft.settings.get(f"{engine}.min_lr_ratio")
+        if floor and floor.value and kind == "cosine" and _rises_from_floor(draft):
+            draft.find("warmup.from-floor", f"{optim}.lr_warmup_steps", floor=floor.value)
+        else:
+            draft.find("warmup", f"{optim}.lr_warmup_steps")
     # The old scheduler stepped once for each call of the workers, however many updates it made.
     unit = updates_per_schedule_step(draft)
     if role.block not in ("engine", "model"):  # supervised steps are updates
@@ -149,6 +157,11 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
         )
     if unit is not None and unit > 1:
         draft.find("schedule-advance", unit=unit, role=role.name)
+
+
+def _rises_from_floor(draft: Draft) -> bool:
+    """Check if the warm-up of a cosine began at min_lr_ratio; all other ones began at 0."""
+    return draft.since("v0.4.0") and not draft.since("v0.6.0") and not is_megatron(draft)
 
 
 def _floor(draft: Draft, engine: str, optim: str) -> None:
