@@ -177,6 +177,13 @@ def count_gpus(row: Row) -> int:
     return 2 if row.model == "8B" and row.contender != "attention" else 1
 
 
+def name_gpus(gpus: Sequence[int]) -> str:
+    """Return the value of CUDA_VISIBLE_DEVICES for GPUs that this process numbers from 0."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else None
+    return ",".join(names[gpu] if names else str(gpu) for gpu in gpus)
+
+
 def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> RunningRow:
     """Start the processes of a row."""
     environment = os.environ | {"OMP_NUM_THREADS": "8", "PYTHONUNBUFFERED": "1"}
@@ -184,7 +191,7 @@ def start_row(row: Row, gpus: Sequence[int], options: argparse.Namespace) -> Run
         [str(options.entry_points), os.environ.get("PYTHONPATH", "")]
     )
     if not options.rehearse:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
+        environment["CUDA_VISIBLE_DEVICES"] = name_gpus(gpus)
         environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if "tp2" in row.layout:
         # Megatron requires this with tensor parallelism, so that kernels start in launch order.

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tools.gpu.dense_jobs import Row
-from tools.gpu.dense_models import SETS
+from tools.gpu.dense_models import SETS, name_gpus
 from tools.gpu.dense_workload import CASES, MIX, make_config
 from tools.gpu.workload import CARDS, flops_per_token_and_square
 
@@ -49,6 +49,13 @@ def test_rows_of_the_sets_name_known_models_and_cases() -> None:
     rows = [Row.parse(name) for names in SETS.values() for name in names]
     assert {row.model for row in rows} <= set(CARDS)
     assert {row.case for row in rows} <= {*CASES, "mix"}
+
+
+def test_rows_run_on_the_gpus_that_the_program_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert name_gpus([0, 1]) == "0,1"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    assert name_gpus([1]) == "5"
 
 
 @pytest.mark.nightly
