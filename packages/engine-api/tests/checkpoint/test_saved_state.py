@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from temper_engine_api.checkpoint.saved_state import SafeDcpReader
+from temper_engine_api.checkpoint.saved_state import SafeDcpReader, open_dcp_state
 from temper_engine_api.errors import CheckpointError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -42,6 +42,17 @@ def test_tensors_are_read_as_torch_reads_them(tmp_path: Path, dtype: torch.dtype
         SafeDcpReader(tmp_path).read_metadata().state_dict_metadata
         == dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
     )
+
+
+def test_metadata_is_read_once_for_all_tensors(tmp_path: Path) -> None:
+    folder = tmp_path / "dcp"
+    dcp.save({f"parameter.{i}": torch.full((2,), float(i)) for i in range(3)}, checkpoint_id=folder)
+    state = open_dcp_state(str(tmp_path))
+    # Reading it again for each of many thousand tensors would take hours.
+    (folder / ".metadata").unlink()
+    assert [weight.tensor.tolist() for weight in state.iterate_weights()] == [
+        [float(name)] * 2 for name in state.weights
+    ]
 
 
 def test_metadata_with_code_in_it_is_refused_and_not_executed(tmp_path: Path) -> None:

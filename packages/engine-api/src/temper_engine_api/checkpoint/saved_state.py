@@ -231,37 +231,49 @@ class SafeDcpReader(FileSystemReader):
     metadata of tensors does not need.
     """
 
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._metadata: Metadata | None = None
+
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        """Return the checkpoint's metadata.
+        """Return the checkpoint's metadata, which is read from disk once.
 
         Raises:
             CheckpointError: If it is damaged, or contains a name that the metadata of tensors
                 does not need. No code from the file is executed.
         """
-        path = Path(self.path, METADATA_FILE)
-        try:
-            with path.open("rb") as file:
-                metadata = _Unpickler(file, path).load()
-        except CheckpointError:
-            raise
-        except (
-            # Damaged bytes may raise any of these, in the unpickler or in a constructor.
-            *(pickle.UnpicklingError, struct.error, EOFError, MemoryError),
-            *(ArithmeticError, AssertionError, AttributeError, LookupError),
-            *(RuntimeError, TypeError, ValueError),
-        ) as error:
-            raise CheckpointError(
-                f"{path} can't be read ({error}): copy the checkpoint again."
-            ) from error
-        if not isinstance(metadata, Metadata):
-            raise CheckpointError(
-                f"{path} contains a {type(metadata).__name__} instead of the metadata of a "
-                "checkpoint: copy the checkpoint again."
-            )
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
+        # torch asks for it with every tensor that is read. It describes all tensors, so reading it
+        # each time would take hours for a model with thousands of experts.
+        if self._metadata is None:
+            self._metadata = _read_metadata(Path(self.path, METADATA_FILE))
+        assert self._metadata.storage_meta is not None
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            metadata = _Unpickler(file, path).load()
+    except CheckpointError:
+        raise
+    except (
+        # Damaged bytes may raise any of these, in the unpickler or in a constructor.
+        *(pickle.UnpicklingError, struct.error, EOFError, MemoryError),
+        *(ArithmeticError, AssertionError, AttributeError, LookupError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        raise CheckpointError(
+            f"{path} can't be read ({error}): copy the checkpoint again."
+        ) from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(
+            f"{path} contains a {type(metadata).__name__} instead of the metadata of a "
+            "checkpoint: copy the checkpoint again."
+        )
+    if metadata.storage_meta is None:
+        metadata.storage_meta = StorageMeta()
+    return metadata
 
 
 class _Unpickler(pickle._Unpickler):
