@@ -345,6 +345,8 @@ def test_program_with_servers_completes_the_prompts_of_its_training_files() -> N
     values = {setting.key: setting.value for setting in translation.settings}
     assert (values["generate.num_completions"], values["data.train.paths"]) == (32, ["/d.parquet"])
     assert "sampling.top_k" not in values
+    (note,) = [each.message for each in translation.findings if each.rule == "gen-output"]
+    assert f"in {values['run.dir']}/{values['generate.file']}" in note
     assert not [finding for finding in translation.findings if finding.level == "refused"]
 
 

@@ -167,6 +167,8 @@ def test_trap_f_dead_keys_are_honored() -> None:
     result = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=0.3")
     assert values(result)["actor.engine.optimizer.clip_grad_norm"] == 0.3
     assert "grad-clip" in rules_found(result, "hazard")
+    same = translated("v0.8.0", "actor_rollout_ref.actor.grad_clip=1.0")  # as optim.clip_grad
+    assert "grad-clip" not in rules_found(same, "hazard")
     gae = (
         "algorithm.adv_estimator=gae",
         "critic.model.path=/models/q",

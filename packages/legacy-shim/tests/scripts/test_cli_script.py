@@ -66,6 +66,9 @@ def test_report_begins_with_what_the_user_can_act_on(tmp_path: Path) -> None:
     old.write_text(RUN.replace("trainer.nnodes=1", 'trainer.nnodes=1 "$@"'))
     new.unlink()
     assert f"next: bash {new} --check" in _run(str(old), "--out", str(new))[1]
+    old.write_text(f"#!/bin/bash\n#SBATCH --nodes=1\n{RUN}")
+    new.unlink()
+    assert f"then sbatch {new} --check" in _run(str(old), "--out", str(new))[1]
 
 
 def test_a_forks_own_module_is_taken_for_the_releases_and_it_is_reported(tmp_path: Path) -> None:
@@ -187,7 +190,7 @@ def test_a_number_of_processes_that_no_variable_is_is_a_question(
     script = str(_script(tmp_path, f"nproc=$1\n{launcher} {SFT}"))
     code, shown = _run(script)
     assert code == 20
-    assert "a number that only a run knows" in shown
+    assert "a number that only a run knows: translate with --nodes N --gpus-per-node M" in shown
     code, shown = _run(script, "--nodes", "2", "--gpus-per-node", "8")
     assert "a number that only a run knows" not in shown
 

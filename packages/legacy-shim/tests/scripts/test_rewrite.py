@@ -542,6 +542,36 @@ def test_switch_of_the_environment_that_is_off_by_default_is_named(
 
 
 @pytest.mark.parametrize(
+    "loop",
+    [
+        'while [[ $# -gt 0 ]]; do\n  case "$1" in\n    --batch) B="$2"; shift 2 ;;\n  esac\ndone',
+        'while [ -n "$1" ]; do\n  case "$1" in\n    --batch=*) B="${1#*=}"; shift ;;\n  esac\ndone',
+        "while getopts b: opt; do\n  case $opt in\n    b) B=$OPTARG ;;\n  esac\ndone",
+        'for arg in "$@"; do\n  case $arg in\n    --batch=*) B=${arg#*=} ;;\n  esac\ndone',
+    ],
+)
+def test_option_of_the_script_whose_default_stays_fixed_is_named(loop: str) -> None:
+    run = "python3 -m verl.trainer.main_ppo data.train_batch_size=$B trainer.total_epochs=$E"
+    text = f"E=2\nB=512\n{loop}\n{run} actor_rollout_ref.model.path=/m\n"
+    lines = remarks(migrate_script(text, options=Options(version="v0.7.0")))
+    (sentence,) = [line for line in lines if "has a default in the script" in line]
+    assert "B, which an option of the script changes, has a default" in sentence
+    assert "from which batching.num_mini_batches came" in sentence
+    assert "change its default in line 2, and translate again" in sentence
+
+
+def test_switch_of_the_scripts_options_that_is_off_is_named() -> None:
+    loop = 'while [ $# -gt 0 ]; do case "$1" in --kl) KL=True; shift ;; esac; done'
+    run = (
+        "python3 -m verl.trainer.main_ppo data.train_batch_size=64 actor_rollout_ref.model.path=/m"
+    )
+    text = f"KL=False\n{loop}\n{run} actor_rollout_ref.actor.use_kl_loss=$KL\n"
+    lines = remarks(migrate_script(text, options=Options(version="v0.7.0")))
+    (sentence,) = [line for line in lines if "switches nothing on" in line]
+    assert "KL=True would set ref, algorithm.kl_loss_coef" in sentence
+
+
+@pytest.mark.parametrize(
     ("before", "override", "says"),
     [
         ("", "${DEBUG:+trainer.total_epochs=1}", "DEBUG=37 would set run.total_epochs"),

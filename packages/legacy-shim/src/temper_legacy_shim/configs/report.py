@@ -324,7 +324,7 @@ def _report(
     reason = _find_drop_reason(draft, token.key)
     if reason is not None:
         # Keys and releases are spelled as they are, also at the start of a sentence.
-        is_word = reason.partition(" ")[0].isalpha()
+        is_word = reason.partition(" ")[0].replace("-", "").isalpha()
         return _made(
             token,
             "ignored" if rule.disposition == "ignored" else "dropped",

@@ -195,7 +195,7 @@ def _ask_for_processes(
     each = "" if nodes is None else f" on each of {nodes.shown()} nodes"
     message = (
         f"torchrun started {processes.shown()} processes{each}, a number that only a run knows: "
-        "translate with --nodes N --gpus-per-node M, and actor.num_workers is the same."
+        "translate with --nodes N --gpus-per-node M, so that actor.num_workers is N x M."
     )
     return _with_finding(translation, "person", message)
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from temper_legacy_shim.bash.syntax.parser import parse
+from temper_legacy_shim.bash.syntax.syntax_tree import Assignment, For, Loop, Span, Word, walk
 from temper_legacy_shim.configs import Outcome
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.launch_translation import (
@@ -215,14 +216,16 @@ def kept_fixed(
     names = {name for name, is_bare in reading.free.items() if not is_bare} | set(
         _ARGUMENT.findall(reading.text)
     )
+    defaults = _defaults_of_options(reading)
     out = []
-    for name in sorted(names - settings.keys()):
+    for name in sorted((names | defaults.keys()) - settings.keys()):
+        span = defaults.get(name) if name not in names else None
         keys: dict[str, None] = {}
         missing: dict[str, str] = {}
-        for value in _values(reading.text, name):
-            for launch, each in zip(
-                _launched(reading, {**settings, name: value}), launches, strict=False
-            ):
+        for value in _values(reading.text, name, span):
+            given = {**settings, name: value} if span is None else settings
+            replaced = {} if span is None else {span.start: value}
+            for launch, each in zip(_launched(reading, given, replaced), launches, strict=False):
                 keys.update(dict.fromkeys(_fixed(launch, each, value)))
                 if _has_dropped_switch(launch, each):
                     result = translate_launch(launch, options, folder=folder).translation
@@ -236,30 +239,67 @@ def kept_fixed(
                         and token.text not in {old.text for old in each.translation.tokens}
                     ]
                     missing = {**dict.fromkeys(new, value), **missing}
+        if span is None:
+            again = f"translate again with --set {name}=VALUE"
+        else:
+            again = f"change its default in line {reading.line_of(span.start)}, and translate again"
         if missing and not keys:
-            shown, value = (
-                ", ".join(list(missing)[:6]) + (", ..." if len(missing) > 6 else ""),
-                next(iter(missing.values())),
-            )
+            value = next(iter(missing.values()))
             out.append(
                 f"{name} switches nothing on by its default, so the new command does not have it: "
-                f"{name}={value} would set {shown}; "
-                f"translate again with --set {name}=VALUE to use it."
+                f"{name}={value} would set {_shorten(list(missing))}; {again} to use it."
             )
         if keys:
             what = f"argument {name}" if name.isdigit() else name
-            shown = ", ".join(list(keys)[:6]) + (", ..." if len(keys) > 6 else "")
+            if span is not None:
+                what += ", which an option of the script changes,"
             out.append(
-                f"{what} has a default in the script, from which {shown} came: with another value "
-                f"they would stay as they are written; translate again with --set {name}=VALUE."
+                f"{what} has a default in the script, from which {_shorten(list(keys))} came: with "
+                f"another value they would stay as they are written; {again}."
             )
     return out
 
 
-def _values(text: str, name: str) -> list[str]:
+def _shorten(keys: list[str]) -> str:
+    return ", ".join(keys[:6]) + (", ..." if len(keys) > 6 else "")
+
+
+def _defaults_of_options(reading: ScriptReading) -> dict[str, Span]:
+    """Return the assignments of variables that loops over the script's arguments assign again."""
+    nodes = list(walk(reading.program))
+    changed = {
+        inner.span.start: inner.name
+        for node in nodes
+        if isinstance(node, Loop | For) and _reads_arguments(node, reading.text)
+        for inner in walk(node)
+        if isinstance(inner, Assignment)
+    }
+    return {
+        node.name: node.span
+        for node in nodes
+        if isinstance(node, Assignment)
+        and node.name in changed.values()
+        and isinstance(node.value, Word)
+        and node.span.start in reading.executed - changed.keys()
+    }
+
+
+def _reads_arguments(loop: Loop | For, text: str) -> bool:
+    """Check if a loop goes through the script's arguments."""
+    if isinstance(loop, For) and loop.words is None:
+        return True
+    head = text[loop.span.start : loop.body.items[0].span.start] if loop.body.items else ""
+    return re.search(r"\$[#@*1]|\$\{[#@*1]|\bgetopts\b", head) is not None
+
+
+def _values(text: str, name: str, span: Span | None) -> list[str]:
     """Return another value, and those that the script compares the variable with."""
-    default = re.search(rf"\$\{{{name}:?[-=]([^}}]*)\}}", text)
-    other = _OPPOSITE.get(default[1].strip("\"'").lower(), _OTHER) if default else _OTHER
+    if span is None:
+        match = re.search(rf"\$\{{{name}:?[-=]([^}}]*)\}}", text)
+        default = match[1] if match else ""
+    else:
+        default = text[span.start : span.end].partition("=")[2]
+    other = _OPPOSITE.get(default.strip("\"'").lower(), _OTHER)
     spelled = rf"\$\{{?{name}\b[^}}\s]*\}}?"
     result = re.findall(
         rf"{spelled}\"?\s*(?:==?|!=|-eq|-ne|-gt|-ge|-lt|-le)\s*[\"']?([\w.-]+)", text
@@ -269,9 +309,11 @@ def _values(text: str, name: str) -> list[str]:
     return [other, *dict.fromkeys(result)][: 1 + _MOST_VALUES]
 
 
-def _launched(reading: ScriptReading, settings: dict[str, str]) -> list[Launch]:
+def _launched(
+    reading: ScriptReading, settings: dict[str, str], replaced: dict[int, str]
+) -> list[Launch]:
     try:
-        return find_launches(reread(reading.text, reading, settings))
+        return find_launches(reread(reading.text, reading, settings, replaced))
     except ScriptError:
         return []
 

@@ -2,9 +2,10 @@
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from temper_legacy_shim.bash.evaluator import run_script
 from temper_legacy_shim.bash.syntax.parser import parse
@@ -192,11 +193,32 @@ def read_script(
         ) from error
 
 
-def reread(text: str, like: ScriptReading, settings: dict[str, str]) -> list[Event]:
-    """Read a rewritten script, with the decisions of the script that it was made from."""
+def reread(
+    text: str,
+    like: ScriptReading,
+    settings: dict[str, str],
+    replaced: Mapping[int, str] = MappingProxyType({}),
+) -> list[Event]:
+    """Read a script again, or one that was made from it, with the same decisions.
+
+    Args:
+        text: the script.
+        like: the first reading.
+        settings: variables to take as set in the environment.
+        replaced: other values of assignments, by their position in `text`.
+    """
     choices = tuple(decision.taken for decision in like.decisions)
-    program, hooks = parse(text), _hooks(like.folder)
-    return _pass(program, text, settings, choices, hooks, passes_guards=like.passes_guards).events
+    # Parsing takes most of the time, and a script with many variables is read as many times.
+    program, hooks = like.program if text == like.text else parse(text), _hooks(like.folder)
+    return _pass(
+        program,
+        text,
+        settings,
+        choices,
+        hooks,
+        passes_guards=like.passes_guards,
+        replaced=replaced,
+    ).events
 
 
 def _hooks(folder: Path | None) -> ReaderHooks:
@@ -259,8 +281,11 @@ def _pass(
     hooks: ReaderHooks,
     *,
     passes_guards: bool = False,
+    replaced: Mapping[int, str] = MappingProxyType({}),
 ) -> Reading:
-    reading = Reading(text, choices, settings, passes_guards=passes_guards, hooks=hooks)
+    reading = Reading(
+        text, choices, settings, replaced=replaced, passes_guards=passes_guards, hooks=hooks
+    )
     run_script(program, reading)
     return reading
 

@@ -54,13 +54,14 @@ def summary(migration: Migration, path: Path, *, written: Path | None) -> list[s
     decide = "decide what needs a person, then " if persons(migration) else ""
     if written is None:
         step = f"temper-migrate script {shlex.quote(str(path))} --out NEW.sh"
-    elif re.search(r"\$[@*]|\$\{[@*]", migration.script.text):
-        step = f"bash {shlex.quote(str(written))} --check"
     else:
-        step = (
-            f'add "$@" to the end of the command in {written}, then bash '
-            f"{shlex.quote(str(written))} --check"
+        # A job's variables, and often its environment, exist on the cluster's machines alone.
+        runner = (
+            "sbatch" if re.search(r"^#SBATCH\b", migration.script.text, re.MULTILINE) else "bash"
         )
+        step = f"{runner} {shlex.quote(str(written))} --check"
+        if not re.search(r"\$[@*]|\$\{[@*]", migration.script.text):
+            step = f'add "$@" to the end of the command in {written}, then {step}'
     return summary_lines([each.translation for each in migration.launches], next_step=decide + step)
 
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from temper_legacy_shim.bash.execution.external_commands import inner_script, is_hidden, started
-from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word, children
+from temper_legacy_shim.bash.syntax.syntax_tree import Program, Simple, Word, walk
 from temper_legacy_shim.bash.values.shell_state import Event
 from temper_legacy_shim.bash.values.shell_values import Field
 from temper_legacy_shim.configs.reading.trees import known_keys
@@ -434,7 +434,8 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
         program: of the new script. Text inside quotes (``bash -c``, ``echo``) is not looked at,
             commands in ``$(...)`` are.
     """
-    for command in sorted(_simple_commands(program), key=lambda each: each.span.start):
+    commands = [node for node in walk(program) if isinstance(node, Simple)]
+    for command in sorted(commands, key=lambda each: each.span.start):
         names = [word.literal() or "" for word in command.words if isinstance(word, Word)]
         for before, name in pairwise(names):
             if (before in ("-m", "--module") and OLD_MODULE.fullmatch(name)) or (
@@ -469,13 +470,3 @@ def only_named(text: str) -> list[str]:
         "translate what does, such as the file that this script writes"
         for number, name in result
     ]
-
-
-def _simple_commands(program: Program) -> Iterator[Simple]:
-    """Yield every simple command, in a thread whose stack fits any nesting."""
-    left: list[object] = [program]
-    while left:
-        node = left.pop()
-        if isinstance(node, Simple):
-            yield node
-        left += children(node)

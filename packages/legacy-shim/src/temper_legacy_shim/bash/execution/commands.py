@@ -413,12 +413,14 @@ def prints_elsewhere(redirects: tuple[Redirect, ...]) -> bool:
 
 def assign(shell: Shell, assignment: Assignment) -> None:
     """Run an assignment ``x=...`` in any of its forms."""
+    other = None
     if shell.reading.inner is None:
         shell.reading.executed.add(assignment.span.start)
+        other = shell.reading.replaced.get(assignment.span.start)
     if isinstance(assignment.value, tuple):
         _assign_array(shell, assignment)
         return
-    text = assignment_text(shell, assignment)
+    text = assignment_text(shell, assignment) if other is None else literal(other)
     if assignment.index is not None:
         index = expansion.expand_text(shell, assignment.index)
         parameters.assign_element(

@@ -5,6 +5,7 @@ Every node has positions in the text, so that a writer can keep the rest unchang
 A position is an offset in the text that was parsed; `end` is one past the last character.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TypeAlias
 
@@ -262,6 +263,15 @@ def children(node: object) -> list[object]:
     if isinstance(node, tuple):
         return list(node)
     return [getattr(node, each.name) for each in fields(node)] if is_dataclass(node) else []
+
+
+def walk(node: object) -> Iterator[object]:
+    """Yield a node and all below it in order, in a stack of its own that fits any nesting."""
+    left = [node]
+    while left:
+        node = left.pop()
+        yield node
+        left += reversed(children(node))
 
 
 def with_tilde(word: Word) -> Word:

@@ -6,7 +6,7 @@ notes and decisions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -181,6 +181,8 @@ class Reading:
     """Choices for the first undecided conditions, instead of the defaults."""
     settings: dict[str, str] = field(default_factory=dict)
     """Variables given from outside, which the script may overwrite."""
+    replaced: Mapping[int, str] = field(default_factory=dict)
+    """Other values of assignments, by their position."""
     hooks: ReaderHooks = field(default_factory=ReaderHooks)
     passes_guards: bool = False
     """Continue after ``exit`` with an error, as if the condition had been false."""

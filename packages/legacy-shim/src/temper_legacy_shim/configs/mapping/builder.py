@@ -119,7 +119,7 @@ class Draft:
         )
 
     def _comment(self, old: Sequence[str], *, is_requested: bool, rule: str) -> str:
-        keys = [key for key in old if self.old.is_set(key)] if is_requested else list(old)
+        keys = [key for key in dict.fromkeys(old) if self.old.is_set(key) or not is_requested]
         shown = ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")
         what = (
             shown

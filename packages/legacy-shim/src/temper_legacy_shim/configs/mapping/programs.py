@@ -279,13 +279,12 @@ def _output(draft: Draft) -> None:
     path = draft.text(key)
     if not path:
         return
-    name = path.rpartition("/")[2].rpartition(".")[0] or "completions"
+    folder, _, file = path.rpartition("/")
+    name = file.rpartition(".")[0] or "completions"
+    folder = f"{folder or 'runs'}/{name}"
     draft.put("generate.file", f"{name}.jsonl", rule="gen-output", old=[key])
-    folder = path.rpartition("/")[0]
-    draft.put(
-        "run.dir", f"{folder}/{name}" if folder else f"runs/{name}", rule="gen-output", old=[key]
-    )
-    draft.find("gen-output", key)
+    draft.put("run.dir", folder, rule="gen-output", old=[key])
+    draft.find("gen-output", key, file=f"{folder}/{name}.jsonl")
 
 
 def build_evaluation(draft: Draft) -> None:

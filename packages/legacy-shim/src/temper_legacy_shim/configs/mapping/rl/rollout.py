@@ -1,5 +1,7 @@
 """Sampling of completions: servers, turns, tools, teachers, and sample age."""
 
+import math
+
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
@@ -355,10 +357,11 @@ def build_staleness(draft: Draft) -> None:
     if not is_async(draft):
         return
     fraction = draft.number("async_training.staleness_threshold")
+    bound = max(1, math.ceil(fraction or 0))
     if fraction is not None:
         draft.put(
             "asynchrony.max_staleness",
-            1 if fraction <= 1 else int(-(-fraction // 1)),
+            bound,
             rule="staleness",
             old=["async_training.staleness_threshold"],
         )
@@ -369,7 +372,7 @@ def build_staleness(draft: Draft) -> None:
         rule="staleness",
         old=["async_training.partial_rollout"],
     )
-    draft.find("staleness", "async_training.staleness_threshold", fraction=fraction)
+    draft.find("staleness", "async_training.staleness_threshold", fraction=fraction, bound=bound)
     is_first = not draft.since("v0.7.1")
     if is_first and not draft.switch("async_training.use_rollout_log_probs"):
         draft.find(

@@ -82,7 +82,7 @@ def _clip(draft: Draft, role: OldRole) -> None:
             draft.copy(
                 f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number"
             )
-    if key == own and draft.since("v0.8.0"):
+    if key == own and draft.since("v0.8.0") and draft.number(own) != draft.number(optim):
         draft.find("grad-clip", own, optim=optim)
 
 
