@@ -30,7 +30,7 @@ class UsageError(ShimError, ValueError):
 
 
 class LayoutError(ShimError, ValueError):
-    """A directory is no checkpoint that we know, or a file of it is missing."""
+    """A directory is no checkpoint we know, or a file of it is missing."""
 
 
 class DamagedFileError(ShimError, ValueError):

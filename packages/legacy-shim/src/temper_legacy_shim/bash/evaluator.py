@@ -30,7 +30,7 @@ MAX_ROUNDS = 500
 
 
 def run_script(program: Program, reading: Reading) -> Shell:
-    """Walk a script, and record the commands that it would run."""
+    """Walk a script, and record the commands it would run."""
     shell = Shell(reading, _INTERPRETER)
     run_isolated(shell, program)
     return shell

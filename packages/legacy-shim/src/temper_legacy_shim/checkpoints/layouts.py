@@ -15,7 +15,7 @@ from temper_legacy_shim.errors import LayoutError, UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RECEIPT = "temper-receipt.json"
-"""File that this package writes next to a converted model."""
+"""File this package writes next to a converted model."""
 # At most 18 digits: a hostile name may have thousands, which Python refuses to convert.
 _STEP = re.compile(r"global_step_(\d{1,18})")
 _FSDP_FILE = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
@@ -69,7 +69,7 @@ class Role:
     reasons: tuple[str, ...] = ()
 
     def described_in(self) -> Path | None:
-        """Return the folder that has this role's config.json, if any.
+        """Return the folder with this role's config.json, if any.
 
         Raises:
             LayoutError: one is a broken link.
@@ -86,7 +86,7 @@ class Role:
         )
 
     def tokenizer_in(self) -> Path | None:
-        """Return the folder that has this role's tokenizer, if any."""
+        """Return the folder with this role's tokenizer, if any."""
         names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
         return next(
             (

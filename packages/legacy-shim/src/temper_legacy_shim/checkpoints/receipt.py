@@ -109,7 +109,7 @@ class Checked:
 
     num_tensors: int
     surplus: tuple[str, ...]
-    """Files that the receipt does not know: relative paths."""
+    """Files the receipt does not know: relative paths."""
 
 
 def check_receipt(directory: Path, made: Receipt, *, with_content: bool = True) -> Checked:

@@ -52,7 +52,7 @@ def _root(
 
 
 def main() -> None:
-    """Run the command; a failure that the user can fix is one message.
+    """Run the command; a failure the user can fix is one message.
 
     Exit code 2: wrong arguments, such as an input that does not exist; 1: any other failure.
     """

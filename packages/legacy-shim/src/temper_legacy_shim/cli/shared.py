@@ -82,7 +82,7 @@ HasTable = Annotated[bool, typer.Option("--table", help="Print every token and w
 
 
 def read_cluster(nodes: int | None, gpus_per_node: int | None) -> "Cluster | None":
-    """Return the machines that the user gave; None if the old files say them.
+    """Return the machines the user gave; None if the old files say them.
 
     Raises:
         typer.BadParameter: Only one of the two options is given.

@@ -173,7 +173,7 @@ def yaml_of(translation: Translation) -> str:
     """Return a file for ``temper-train --config-dir DIR --config-name NAME``.
 
     Groups stand in its defaults list; every value has a comment with the old key it comes from, or
-    the old default that it pins, and the rule in brackets. What a person has to decide stands at
+    the old default it pins, and the rule in brackets. What a person has to decide stands at
     the top.
     """
     lines = [*_header(translation), "defaults:", "  - temper"]

@@ -119,7 +119,7 @@ def translate(
     """
     tokens = read_overrides(overrides)
     given = flatten(dict(base or {}))
-    # Hydra's own list; the files that it names are in `base` already.
+    # Hydra's own list; the files it names are in `base` already.
     given.pop("defaults", None)
     launch = launch_of(entry, config_name=config_name, overrides=tokens, given=given)
     source, candidates = _source(tokens, launch=launch, version=version, given=given)

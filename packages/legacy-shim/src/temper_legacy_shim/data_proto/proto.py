@@ -1,4 +1,4 @@
-"""``DataProto`` with the methods that the deprecated workers use, under their old names."""
+"""``DataProto`` with the methods the deprecated workers use, under their old names."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -108,7 +108,7 @@ def examine(folder: Path, *, version: str | None = None) -> list[Step]:
 
 
 def _pinned_release(folder: Path) -> tuple[str | None, tuple[Step, ...]]:
-    """Return the release that the project requires, or a step if that is not known here."""
+    """Return the release the project requires, or a step if that is not known here."""
     from temper_legacy_shim.configs.reading.trees import known_version
 
     for path in sorted(folder.iterdir()):

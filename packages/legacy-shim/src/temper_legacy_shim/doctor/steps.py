@@ -55,7 +55,7 @@ class Step:
 
 
 def effort_of(translation: Translation) -> tuple[Effort, tuple[str, ...]]:
-    """Return the effort that a translation's findings ask for, and the findings that block it."""
+    """Return the effort a translation's findings ask for, and the findings that block it."""
     blockers = tuple(
         finding.message for finding in translation.findings if finding.level == "person"
     )

@@ -26,7 +26,7 @@ _COMMENT = re.compile(r"#[^\r\n]*")
 
 _ImportNode = ast.Import | ast.ImportFrom
 _Moved = dict[str, list[tuple[str, str | None]]]
-"""Names to import by their new module, each with the name that it is bound to if that is another
+"""Names to import by their new module, each with the name it is bound to if that is another
 one.
 """
 

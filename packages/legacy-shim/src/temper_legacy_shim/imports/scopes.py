@@ -24,7 +24,7 @@ class _Scope:
     """Names that are declared global or nonlocal."""
 
     def find(self, name: str) -> str | None:
-        """Return the full old name that a name stands for here; None for any other name."""
+        """Return the full old name a name stands for here; None for any other name."""
         scope: _Scope | None = self
         while scope is not None:
             if name in scope.elsewhere:
@@ -38,7 +38,7 @@ class _Scope:
 @dataclass(slots=True, kw_only=True)
 class CodeNames:
     uses: list[tuple[ast.Name | ast.Attribute, str]]
-    """Expressions by the old name that they stand for, longest part first."""
+    """Expressions by the old name they stand for, longest part first."""
     all: set[str]
     fixed: set[str]
     """Identifiers that cannot get another name: defined, declared, or used inside f-strings."""
@@ -77,7 +77,7 @@ def _chain(node: ast.Name | ast.Attribute) -> Iterator[ast.Name | ast.Attribute]
 
 
 class _Collector:
-    """Walk a tree once: bindings of each scope, and expressions with the scope that they are in."""
+    """Walk a tree once: bindings of each scope, and expressions with the scope they are in."""
 
     def __init__(self) -> None:
         self.expressions: list[tuple[ast.Name | ast.Attribute, _Scope, bool]] = []
@@ -198,7 +198,7 @@ class _Collector:
                 target.bound.add(name)
 
     def _fix_names(self, node: ast.AST, scope: _Scope) -> None:
-        """Note names of exceptions, patterns and keywords that a node binds or mentions."""
+        """Note names of exceptions, patterns and keywords a node binds or mentions."""
         for name in (getattr(node, attribute, None) for attribute in ("name", "rest")):
             if isinstance(name, str):
                 self._fix(name, scope)

@@ -1,4 +1,4 @@
-"""Find the file that a command runs, and the old trainer that a Python file uses."""
+"""Find the file a command runs, and the old trainer that a Python file uses."""
 
 import ast
 import os
@@ -55,7 +55,7 @@ _MOST_MODULES = 40
 
 
 def called_script(event: Event, folder: Path | None, within: tuple[str, ...]) -> str:
-    """Return the shell script that a command runs; empty for other commands."""
+    """Return the shell script a command runs; empty for other commands."""
     fields = started(event.fields)
     if not fields:
         return ""
@@ -220,7 +220,7 @@ def trainer_in_text(text: str) -> str:
 
 
 def trainer_in(path: Path) -> tuple[str, bool]:
-    """Return the old trainer that a file, or a module that it imports, names; empty if none is.
+    """Return the old trainer that a file, or a module it imports, names; empty if none is.
 
     The second value is False if there are too many modules to read all of them.
     """

@@ -57,7 +57,7 @@ class TranslatedLaunch:
     unknowns: dict[str, str]
     """Names that stood for unknown parts while translating, and how the shell writes those."""
     own_config: Path | None
-    """The user's YAML file that the launch includes, if it was found."""
+    """The user's YAML file the launch includes, if it was found."""
 
     @property
     def persons(self) -> list[Finding]:
@@ -223,7 +223,7 @@ def _read_torchrun(key: str, value: Plain, *, is_number: bool = False) -> Settin
 
 
 def _shown(text: Text, unknowns: dict[str, str]) -> str:
-    """Return a token for the translator: unknown parts as names that it can carry through."""
+    """Return a token for the translator: unknown parts as names it can carry through."""
     out = []
     for piece in _opened(text):
         if piece.is_known:

@@ -83,7 +83,7 @@ class Launch:
     is_inner: bool
     """Inside ``bash -c``, ``eval``, a heredoc or a sourced file."""
     sourced_file: str
-    """Sourced file that has the command; empty for the script itself."""
+    """Sourced file with the command; empty for the script itself."""
 
 
 def find_launches(events: list[Event], *, is_written: bool = False) -> list[Launch]:
@@ -91,7 +91,7 @@ def find_launches(events: list[Event], *, is_written: bool = False) -> list[Laun
 
     Args:
         events: Commands of a script.
-        is_written: Examine only texts that the script writes to files.
+        is_written: Examine only texts the script writes to files.
     """
     launches = (_launch(event) for event in events if event.is_written == is_written)
     return [launch for launch in launches if launch is not None]
@@ -218,7 +218,7 @@ def starts_unknown_program(fields: Sequence[Field]) -> bool:
 
 
 def find_program(fields: Sequence[Field]) -> str:
-    """Return the path of the Python file or module that a command runs; empty for others."""
+    """Return the path of the Python file or module a command runs; empty for others."""
     position = _entry(started(list(fields)))
     if position is None:
         return ""

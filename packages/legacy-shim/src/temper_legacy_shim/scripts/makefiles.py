@@ -56,7 +56,7 @@ class Rule:
     stem: str = ""
     """Text that % stands for in the rule's pattern."""
     scope: Scope | None = None
-    """Variables of the target, and of the targets that it is needed by."""
+    """Variables of the target, and of the targets it is needed by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

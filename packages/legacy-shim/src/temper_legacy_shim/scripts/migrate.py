@@ -38,7 +38,7 @@ class Migration:
     unfollowed: tuple[str, ...] = ()
     """Sentences about commands behind which an old trainer stands, or may stand."""
     not_read: tuple[str, ...] = ()
-    """Sentences about scripts that it calls and that were not found."""
+    """Sentences about called scripts that were not found."""
 
 
 def migrate_script(
@@ -209,7 +209,7 @@ def kept_fixed(
     Args:
         reading: of the old script.
         launches: the launches with translations.
-        settings: variables that the user set; they stay fixed.
+        settings: variables the user set; they stay fixed.
         options: of the translation.
         folder: of the script.
     """

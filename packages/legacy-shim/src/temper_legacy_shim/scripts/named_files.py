@@ -1,4 +1,4 @@
-"""Find files that a script names in any word, also in quoted text and in branches not taken."""
+"""Find files a script names in any word, also in quoted text and in branches not taken."""
 
 import itertools
 import re
@@ -98,7 +98,7 @@ def _plain(source: str) -> str:
 
 
 def _expand_braces(token: str) -> list[str]:
-    """Return the words that the braces of a token stand for; the token if they are too many."""
+    """Return the words the braces of a token stand for; the token if they are too many."""
     word = Word((Literal(token, is_quoted=False),), token, Span(0, len(token)))
     try:
         return [each.literal() or "" for each in expand(word)]

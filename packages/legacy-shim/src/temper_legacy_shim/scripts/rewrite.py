@@ -132,7 +132,7 @@ def _problem(launches: list[TranslatedLaunch]) -> str:
 
 
 class _Names:
-    """Names of arrays that the script does not use."""
+    """Names of arrays the script does not use."""
 
     def __init__(self, text: str) -> None:
         self._text, self._number = text, 0
@@ -239,7 +239,7 @@ def _findings(each: TranslatedLaunch) -> list[str]:
 
 
 def _lines(text: str, each: TranslatedLaunch, argument: NewArgument, seen: set[int]) -> list[str]:
-    """Return one argument with the comments of the token that it comes from."""
+    """Return one argument with the comments of the token it comes from."""
     above, extra = [], argument.comment
     if argument.at >= 0 and argument.at not in seen:
         seen.add(argument.at)

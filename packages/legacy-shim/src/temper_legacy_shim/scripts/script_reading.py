@@ -31,7 +31,7 @@ MAX_PASSES = 40
 _MOST_FOLDERS = 20
 _MOST_ABOVE = 6
 _BORDERS = (".git", "pyproject.toml", "setup.py", "setup.cfg")
-"""Names that the top folder of a project has."""
+"""Names in the top folder of a project."""
 _ENVIRONMENTS = re.compile(r"(?:conda\.sh|mamba\.sh|activate|\.?bashrc|\.?(?:bash_)?profile)$")
 """Files that only set up the machine."""
 
@@ -50,9 +50,9 @@ class ScriptReading:
     text: str
     program: Program
     launches: tuple[Launch, ...]
-    """Old trainers that it starts, in order."""
+    """Old trainers it starts, in order."""
     written: tuple[Launch, ...]
-    """Old trainers in texts that it writes to files, or hands to a scheduler."""
+    """Old trainers in texts it writes to files, or hands to a scheduler."""
     events: tuple[Event, ...]
     """All commands that are not the shell's own."""
     decisions: tuple[Decision, ...]
@@ -66,7 +66,7 @@ class ScriptReading:
     passes_guards: bool
     """True if the reading continued past an error exit of the script."""
     folders: tuple[str, ...]
-    """Folders that it changes to."""
+    """Folders it changes to."""
     folder: Path | None
     """Folder of the script, around which sourced files were looked for."""
 
@@ -79,7 +79,7 @@ def is_regular(path: Path) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):
-        # Arguments of commands are looked for too, and few of them are names that a file can have.
+        # Arguments of commands are looked for too, and few of them are names a file can have.
         return False
 
 
@@ -115,7 +115,7 @@ def find_script(called: str, folder: Path | None, within: Sequence[str] = ()) ->
     Args:
         called: path as the command has it.
         folder: of the script.
-        within: folders that the script changes to.
+        within: folders the script changes to.
     """
     if folder is None or not called:
         return None
@@ -145,7 +145,7 @@ def find_folders(folder: Path, within: Sequence[str]) -> list[Path]:
 
     Args:
         folder: of the script.
-        within: folders that the script changes to.
+        within: folders the script changes to.
     """
     # Loops change to the same folder again and again.
     known = [name for name in dict.fromkeys(within) if not re.search(r"[$`]", name)][:_MOST_FOLDERS]
@@ -175,7 +175,7 @@ def read_script(
     Args:
         text: the script.
         settings: variables to take as set in the environment; digits are positional parameters.
-        folder: of the script, around which files that it sources are looked for; None for none.
+        folder: of the script, around which files it sources are looked for; None for none.
 
     Raises:
         ScriptError: it is no bash, or builds more than a launch command.

@@ -66,7 +66,7 @@ def summary(migration: Migration, path: Path, *, written: Path | None) -> list[s
 
 
 def persons(migration: Migration) -> list[str]:
-    """Return the decisions that a user has to make."""
+    """Return the decisions a user has to make."""
     if not migration.launches:
         return list(migration.unfollowed)
     out = [

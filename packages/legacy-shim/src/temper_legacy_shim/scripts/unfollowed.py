@@ -99,7 +99,7 @@ def find_unfollowed(
 
     Args:
         reading: Of the script.
-        folder: Of the script; scripts that it calls are looked for around it. None looks for none.
+        folder: Of the script; scripts it calls are looked for around it. None looks for none.
         chain: Files and rules that led here.
         cache: Makefiles and rules that were looked into before.
     """
@@ -167,7 +167,7 @@ def _open_launches(reading: ScriptReading) -> Iterator[str]:
                 "these arguments written in the command."
             )
         for argument in launch.open_arguments:
-            # "$@" and variables that the script does not set come from the user, who knows them: a
+            # "$@" and variables the script does not set come from the user, who knows them: a
             # note suffices.
             if not argument.text.is_unset:
                 yield (
@@ -349,7 +349,7 @@ def _runs_other_text(event: Event) -> bool:
 
 
 def _look_behind(path: Path, chain: tuple[str, ...], cache: _Cache, *, is_shell: bool) -> _Behind:
-    """Look into a file that a command runs, and into those that it calls."""
+    """Look into a file a command runs, and into those that it calls."""
     key = (path, len(chain), is_shell)
     if key not in cache.files:
         cache.files[key] = _read_behind(path, chain, cache, is_shell=is_shell)
@@ -373,14 +373,14 @@ def _read_behind(path: Path, chain: tuple[str, ...], cache: _Cache, *, is_shell:
 def _look_into(
     text: str, folder: Path, chain: tuple[str, ...], cache: _Cache, *, path: Path, name: str
 ) -> _Behind:
-    """Look into the text of a script, and into files that it calls.
+    """Look into the text of a script, and into files it calls.
 
     Args:
         text: The script.
-        folder: Folder in which scripts that it calls are looked for.
+        folder: Folder in which scripts it calls are looked for.
         chain: Files and rules that led here.
         cache: Makefiles and rules that were looked into before.
-        path: File that has the text.
+        path: File with the text.
         name: Name of the script for the result.
     """
     position = f"{os.path.realpath(path)}:{name}"
@@ -446,7 +446,7 @@ def left_behind(program: Program) -> Iterator[tuple[int, str]]:
 
 
 def only_named(text: str) -> list[str]:
-    """Return sentences about trainers that a script names, but does not launch."""
+    """Return sentences about trainers a script names, but does not launch."""
     lines = list(enumerate(text.splitlines(), 1))
     result = [(number, match[1]) for number, line in lines if (match := _NAMED.match(line))]
     code = [

@@ -93,7 +93,7 @@ class RoleWorker:
     def _closed_on_error(self) -> Iterator[None]:
         """Close the engines opened so far if the body raises.
 
-        An engine owns the default process group that it created. Left open, it would keep the
+        An engine owns the default process group it created. Left open, it would keep the
         caller from creating another group after it has corrected its configuration.
         """
         try:

@@ -30,14 +30,14 @@ MAX_EVENTS = 10_000
 MAX_SOURCING = 20
 CHARACTERS_PER_STEP = 20
 """Length of text whose parsing counts as one step."""
-"""Commands that a script would run."""
+"""Commands a script would run."""
 
 
 def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
     """Run a command with its arguments, or assignments without a command.
 
     Args:
-        shell: the shell that the command changes.
+        shell: the shell the command changes.
         command: see there.
         is_tested: whether ``&&`` or ``||`` continues by its status.
     """

@@ -84,7 +84,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourcedFile:
-    """A file that the script sources."""
+    """A file the script sources."""
 
     path: str
     """Path relative to the script's folder."""
@@ -100,7 +100,7 @@ class ReaderHooks:
     is_launch_text: Callable[[str], bool] = lambda text: False
     """Return True for text that is read as a script although the script only writes it."""
     read_sourced: Callable[[str], SourcedFile | None] = lambda path: None
-    """Return a file that the script sources, else None."""
+    """Return a file the script sources, else None."""
 
 
 class Interpreter(Protocol):
@@ -152,11 +152,11 @@ class Event:
     is_inner: bool
     """True inside ``bash -c``, ``eval`` or a heredoc, where the text is not the script's."""
     is_written: bool = False
-    """True in text that the script writes to a file or submits, which may run it later."""
+    """True in text the script writes to a file or submits, which may run it later."""
     input_file: str = ""
     """File that is redirected to the command; empty if none is."""
     sourced_file: str = ""
-    """Sourced file that has the command; empty for the script itself."""
+    """Sourced file with the command; empty for the script itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class Decision:
     """0 is false; 1 true; of a case the number of the branch, 0 for none."""
     num_choices: int
     is_assumed: bool
-    """Decided as if variables that the script does not assign were unset."""
+    """Decided as if variables the script does not assign were unset."""
 
 
 @dataclass(slots=True)
@@ -197,16 +197,16 @@ class Reading:
     inner_functions: set[str] = field(default_factory=set)
     """Functions that another text than the script defines, so that their spans are not its own."""
     folders: dict[str, None] = field(default_factory=dict)
-    """Folders that the script changes to, in order."""
+    """Folders the script changes to, in order."""
     input_file: str = ""
-    """File that the command being run reads as its standard input."""
+    """File the command being run reads as its standard input."""
     num_arguments: int = 0
-    """Positional parameters that the script reads."""
+    """Positional parameters the script reads."""
     steps: int = 0
     words: int = 0
     """Arguments and elements that expansions made."""
     is_writing: bool = False
-    """While a text is read that the script only writes."""
+    """True while text is read that the script only writes."""
     inner: Span | None = None
     """The outer command while text inside ``bash -c``, ``eval`` or a heredoc is read."""
     sourcing: list[str] = field(default_factory=list)
@@ -399,7 +399,7 @@ class Shell:
         return self.find(name) is not None or (self.positional is not None and name.isdigit())
 
     def free_text(self, name: str, source: str, *, has_default: bool) -> Text:
-        """Return the unknown value of a name that the script never assigns."""
+        """Return the unknown value of a name the script never assigns."""
         if name.isdigit():
             number = int(name) + self.shifted
             self.reading.num_arguments = max(

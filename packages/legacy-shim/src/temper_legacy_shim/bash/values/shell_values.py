@@ -47,7 +47,7 @@ class Text:
 
     @property
     def is_unset(self) -> bool:
-        """True if all unknown parts are variables that the script never assigns."""
+        """True if all unknown parts are variables the script never assigns."""
         return not self.is_known and all(piece.is_known or piece.is_unset for piece in self.pieces)
 
     def shown(self) -> str:
@@ -147,7 +147,7 @@ def unknown(source: str, *, is_unset: bool = False) -> Text:
 
 
 def sourced(text: Text, source: str) -> Text:
-    """Return a value that the script wrote as an expansion."""
+    """Return a value the script wrote as an expansion."""
     if not text.pieces:
         return Text((Piece("", source),))
     if text.is_known:
@@ -188,7 +188,7 @@ class Truth:
     value: bool | None
     """None where only a run would know."""
     is_assumed: bool = False
-    """It holds if variables that the script does not assign are unset."""
+    """It holds if variables the script does not assign are unset."""
 
     def __invert__(self) -> "Truth":
         return Truth(None if self.value is None else not self.value, self.is_assumed)

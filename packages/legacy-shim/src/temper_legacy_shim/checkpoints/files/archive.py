@@ -280,7 +280,7 @@ class Archive:
 
 
 class _Sink(io.RawIOBase):
-    """A stream without positions, so that zipfile never returns to an entry that it has written."""
+    """A stream without positions, so that zipfile never returns to an entry it has written."""
 
     def __init__(self, put: Callable[[bytes | memoryview], object]) -> None:
         self._put = put

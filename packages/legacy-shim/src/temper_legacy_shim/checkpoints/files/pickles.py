@@ -27,7 +27,7 @@ _SCALARS = (str, int, float, bool, bytes, type(None))
 
 @dataclass(frozen=True, slots=True)
 class Global:
-    """A name that a pickle asks for; never imported."""
+    """A name a pickle asks for; never imported."""
 
     module: str
     """Module name as pickled by the version that wrote it."""
@@ -42,7 +42,7 @@ class Inert:
     """A call in a pickle, recorded and never executed, with the operations on its result."""
 
     function: Global
-    """Name of the function that the pickle would call."""
+    """Name of the function the pickle would call."""
     arguments: tuple[object, ...]
     state: object = None
     """State that BUILD would set: a mapping of attributes, or any other value."""

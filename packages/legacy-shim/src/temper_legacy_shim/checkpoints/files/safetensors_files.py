@@ -17,7 +17,7 @@ from temper_legacy_shim.checkpoints.files.lazy import LazyTensor, num_bytes, spa
 from temper_legacy_shim.errors import DamagedFileError
 
 _READERS = 1 if (os.cpu_count() or 1) <= 2 else 2
-"""Number of threads that read and cast blocks, and of blocks that they are ahead.
+"""Number of threads that read and cast blocks, and of blocks they are ahead.
 
 Two more threads write and hash: more threads than cores only contend for the interpreter's lock.
 """

@@ -34,7 +34,7 @@ class Placement:
     """Split of a tensor along one mesh axis."""
 
     dim: int | None = None
-    """Dimension that it splits; None replicates."""
+    """Dimension it splits; None replicates."""
     split_factor: int = 1
     """Above 1 for a split that goes over an earlier one (torch's ``_StridedShard``)."""
 
@@ -48,7 +48,7 @@ class Distributed:
     placements: tuple[Placement, ...]
     """Placement per mesh axis."""
     mesh_shape: Shape | None
-    """Sizes of the axes; None where this torch wrote the mesh in a way that we do not know."""
+    """Sizes of the axes; None where this torch wrote the mesh in a way we do not know."""
     coordinate: Shape | None
     """This rank's place on each axis; None likewise."""
 
@@ -102,7 +102,7 @@ class TensorReader:
         return (str(node.arguments[1]), *fields)
 
     def entry(self, node: object, *, key: str) -> Entry:
-        """Return the tensor that a node stands for.
+        """Return the tensor a node stands for.
 
         Args:
             node: of the archive's value.

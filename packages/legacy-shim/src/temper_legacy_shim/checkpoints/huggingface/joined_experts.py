@@ -33,7 +33,7 @@ class _Position:
     """Position of an expert's matrix in a joined tensor."""
 
     joined: str
-    """The tensor that it is a part of."""
+    """The tensor it is a part of."""
     expert: int
     """Index in the first dimension."""
     part: int

@@ -32,7 +32,7 @@ def read_extra(role: Role) -> OldExtra:
     """Load the extra files of a role and the data files of the step.
 
     Raises:
-        ShimError: a file is damaged; content that an engine cannot use is only reported.
+        ShimError: a file is damaged; content an engine cannot use is only reported.
     """
     steps = _megatron_steps(role)
     random_states: dict[int, Mapping[str, LazyTensor]] = {}

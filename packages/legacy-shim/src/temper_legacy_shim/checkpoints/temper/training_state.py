@@ -71,7 +71,7 @@ class ResumableState:
 
     @property
     def num_updates(self) -> int:
-        """Updates that the parameters have seen; 0 if no moments are carried."""
+        """Updates the parameters have seen; 0 if no moments are carried."""
         return max((kept.update_count for kept in self.moments.values()), default=0)
 
     def tensors(self) -> dict[str, LazyTensor]:

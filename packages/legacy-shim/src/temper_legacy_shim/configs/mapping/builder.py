@@ -70,7 +70,7 @@ class Draft:
     config_name: str = ""
     """Hydra's config name, possibly a file of the user that was not given."""
     expanded: Mapping[str, str] = field(default_factory=dict)
-    """Values that the script puts into shell variables, by old key."""
+    """Values the script puts into shell variables, by old key."""
     settings: dict[str, Setting] = field(default_factory=dict)
     """Settings by new key, in order of creation."""
     findings: list[Finding] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Draft:
 
         Args:
             name: the rule, and a part after a dot if the rule has several messages.
-            old: keys that it is about; the first one is the message's {key}.
+            old: keys it is about; the first one is the message's {key}.
             values: the message's other placeholders, except {version}, the old release.
         """
         level, template = messages()[name]

@@ -229,7 +229,7 @@ def tree_sources(rule: Rule) -> tuple[str, ...]:
 
 @cache
 def _keys(family: Family, program: str) -> dict[str, frozenset[str]]:
-    """Return the keys of a tree by the rule that they fall under."""
+    """Return the keys of a tree by the rule they fall under."""
     result: dict[str, set[str]] = {}
     for key in all_keys(family):
         rule = find_rule(program, key)

@@ -20,7 +20,7 @@ UNRESOLVED = Unresolved()
 
 
 def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -> Plain:
-    """Return the value that a node has.
+    """Return the value a node has.
 
     Text with an interpolation that leads nowhere (a shell's variable, say) stays as it is.
 

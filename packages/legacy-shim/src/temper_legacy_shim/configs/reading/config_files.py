@@ -26,7 +26,7 @@ class OldFile:
 
     path: Path
     values: dict[str, Plain]
-    """Nested values, files of the user's own that it builds on included."""
+    """Nested values, files of the user's own it builds on included."""
     entry: str = ""
     """The program, if the defaults list shows it."""
     groups: dict[str, str] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class OldFile:
     """Overrides of a file that is Hydra's record of a command line, ``.hydra/overrides.yaml``."""
     parts: tuple[Path, ...] = ()
     missing: tuple[str, ...] = ()
-    """Missing or ineffective files that it builds on, a sentence each."""
+    """Missing or ineffective files it builds on, a sentence each."""
 
 
 _BASES = {

@@ -54,7 +54,7 @@ class Composed:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Position:
     folder: str
-    """The group that it lies in; empty for the top."""
+    """The group it lies in; empty for the top."""
     package: str
     """The block that its values land in; empty for the top."""
     seen: tuple[Path, ...]

@@ -29,7 +29,7 @@ _OWN_CONFIGS: tuple[tuple[str, str], ...] = (
     ("flowrl", "flowrl"),
     ("split", "ppo_trainer_split"),
 )
-"""Parts of an entry, and the configuration that it is composed from: its name, or its beginning."""
+"""Parts of an entry, and the configuration it is composed from: its name, or its beginning."""
 
 FOREIGN_TRAINERS = (
     "prime",

@@ -97,7 +97,7 @@ def matched(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[l
 
 
 def scheduled(micro_batches: Sequence[list[int]], *, engine: BaseEngine) -> list[list[int]]:
-    """Pad micro-batches as ``matched`` does, to a number that the engine's schedule accepts."""
+    """Pad micro-batches as ``matched`` does, to a number the engine's schedule accepts."""
     result, constraints = matched(micro_batches, engine=engine), engine.topology.plan_constraints
     expected = max(len(result), constraints.min_micro_batches)
     # Interleaved pipelines need a multiple of their stages.

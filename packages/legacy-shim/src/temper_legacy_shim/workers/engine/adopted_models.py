@@ -19,7 +19,7 @@ from temper_engine_api.weights import NamedWeight
 from temper_legacy_shim.workers.batches.updates import set_rate
 
 NEVER = 10**9
-"""Skips that the old classes passed over before stopping: they never stopped."""
+"""Skips the old classes passed over before stopping: they never stopped."""
 
 
 class Adopted:
@@ -74,7 +74,7 @@ class ConfigureEngine(Protocol):
     def __call__(
         self, *, model: ModelSpec, optimizer: OptimizerSpec | None, precision: PrecisionSpec
     ) -> EngineConfig:
-        """Return the configuration, of the class that its engine takes."""
+        """Return the configuration, of the class its engine takes."""
 
 
 def adopt(

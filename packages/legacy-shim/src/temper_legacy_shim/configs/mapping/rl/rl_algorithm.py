@@ -285,7 +285,7 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
         draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
         return
     result = values[keys[0]]
-    # A "+" changes the gradient of a loss, and k2 has the gradient that it would get.
+    # A "+" changes the gradient of a loss, and k2 has the gradient it would get.
     if in_loss and words[keys[0]].endswith("+") and result != "k2":
         result = f"{result}+"
     # The gradient of k1 as a loss is 0 in expectation, so the old term only added noise.
