@@ -560,6 +560,17 @@ def test_option_of_the_script_whose_default_stays_fixed_is_named(loop: str) -> N
     assert "change its default in line 2, and translate again" in sentence
 
 
+def test_variable_of_texts_that_follow_it_and_of_a_name_switches_nothing_on() -> None:
+    # A name of the run is dropped, so that the translation with another value is compared.
+    run = "python3 -m verl.trainer.main_ppo data.train_batch_size=64 trainer.experiment_name=$M-$D"
+    text = (
+        f"M=${{M:-/m}}\nD=${{D:-/d.parquet}}\nF=${{F:-1}}\n{run} actor_rollout_ref.model.path=$M "
+        "data.train_files=$D +my.key=$F trainer.default_local_dir=/c\n"
+    )
+    lines = remarks(migrate_script(text, options=Options(version="v0.7.0")))
+    assert [line for line in lines if "switches nothing on" in line] == []
+
+
 def test_switch_of_the_scripts_options_that_is_off_is_named() -> None:
     loop = 'while [ $# -gt 0 ]; do case "$1" in --kl) KL=True; shift ;; esac; done'
     run = (

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from temper_legacy_shim.bash.syntax.parser import parse
 from temper_legacy_shim.bash.syntax.syntax_tree import Assignment, For, Loop, Span, Word, walk
-from temper_legacy_shim.configs import Outcome
+from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.errors import ScriptError
 from temper_legacy_shim.scripts.launch_translation import (
+    NewArgument,
     Options,
     TranslatedLaunch,
     translate_launch,
@@ -229,16 +230,7 @@ def kept_fixed(
                 keys.update(dict.fromkeys(_fixed(launch, each, value)))
                 if _has_dropped_switch(launch, each):
                     result = translate_launch(launch, options, folder=folder).translation
-                    written = {setting.override for setting in each.translation.settings}
-                    new = [each.key for each in result.settings if each.override not in written]
-                    # Keys of a fork have no successor.
-                    new += [
-                        token.key
-                        for token in result.tokens
-                        if token.disposition == "unmapped"
-                        and token.text not in {old.text for old in each.translation.tokens}
-                    ]
-                    missing = {**dict.fromkeys(new, value), **missing}
+                    missing = {**dict.fromkeys(_added(result, each), value), **missing}
         if span is None:
             again = f"translate again with --set {name}=VALUE"
         else:
@@ -344,11 +336,38 @@ def _fixed(launch: Launch, each: TranslatedLaunch, value: str) -> Iterator[str]:
     for argument, setting in zip(each.arguments, each.translation.settings, strict=True):
         numbers = {by_key[key] for key in changed} & set(setting.sources)
         # A text of the script follows its variables, unless the override may be absent.
-        follows = any(piece.source is not None for piece in argument.text.pieces) and not any(
+        follows = _follows(argument) and not any(
             by_key[key] in numbers for key in before.keys() - after.keys()
         )
-        is_of_a_path = argument.key.endswith(".name") and argument.key.startswith(
-            "data."
-        )  # the loader would say so
-        if not follows and not is_of_a_path and numbers:
+        if not follows and not _is_kind_of_data(argument.key) and numbers:
             yield argument.key
+
+
+def _follows(argument: NewArgument) -> bool:
+    return any(piece.source is not None for piece in argument.text.pieces)
+
+
+def _is_kind_of_data(key: str) -> bool:
+    """Check for parquet or jsonl, which other values of a path change; the loader would say so."""
+    return key.startswith("data.") and key.endswith(".name")
+
+
+def _added(other: Translation, each: TranslatedLaunch) -> list[str]:
+    """Return keys that a translation with another value of a variable sets, and this one does not.
+
+    Keys of a fork are among them, since they have no successor.
+    """
+    written = {setting.override for setting in each.translation.settings}
+    following = {argument.key for argument in each.arguments if _follows(argument)}
+    known = {token.key for token in each.translation.tokens if token.disposition == "unmapped"}
+    return [
+        setting.key
+        for setting in other.settings
+        if setting.override not in written
+        and setting.key not in following
+        and not _is_kind_of_data(setting.key)
+    ] + [
+        token.key
+        for token in other.tokens
+        if token.disposition == "unmapped" and token.key not in known
+    ]
