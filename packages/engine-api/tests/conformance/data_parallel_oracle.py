@@ -45,8 +45,9 @@ class DataParallelOracle(OracleEngine):
         return head_outputs
 
     def _reduce_pending_gradients(self):
+        parameters = self.parameters()
         for name, gradient in self.gradients().items():
-            self.parameters()[name].grad = self._sum_over_ranks(gradient)
+            parameters[name].grad = self._sum_over_ranks(gradient)
 
     def _sum_over_data_parallel(self, value):
         return self._sum_over_ranks(value)

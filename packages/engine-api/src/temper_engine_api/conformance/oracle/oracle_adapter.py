@@ -36,11 +36,15 @@ class OracleAdapter:
             if spec.path is not None
             else get_peft_model(model, _config(spec))
         )
+        named = dict(self.peft.named_parameters())
+        # Computed once, because PEFT looks through all modules.
+        self._parameters = cast(
+            dict[str, nn.Parameter], get_peft_model_state_dict(self.peft, state_dict=named)
+        )
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by their names in a PEFT file."""
-        named = dict(self.peft.named_parameters())
-        return cast(dict[str, nn.Parameter], get_peft_model_state_dict(self.peft, state_dict=named))
+        return dict(self._parameters)
 
     def iterate_merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the full model's weights with the adapter merged, by Hugging Face name."""
