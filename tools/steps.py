@@ -39,6 +39,12 @@ With a thread per core in each process, the threads of one step spin at their ba
 step has the core: the tests of split invariance take 30 s of CPU time instead of 5 s. The nightly
 sessions keep the default, so that the tests also run on several threads.
 """
+STEP_VARIABLES = {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": ""}
+"""Environment variables of the steps, whatever the caller sets.
+
+Without bytecode files each of hundreds of processes compiles our modules, and each session of
+pytest rewrites the assertions of the kit and of Hypothesis, which takes seconds.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,10 +260,6 @@ def run_steps(root: Path, *, only: Sequence[str] | None = None, with_coverage: b
     results = [_run_environment_step(root)]
     if not results[0].failures:
         python = ensure_environment(root)
-        # Otherwise each of hundreds of processes compiles our modules where
-        # PYTHONDONTWRITEBYTECODE is set. The step `lint` reports a module that does not compile.
-        compile_all = [str(python), "-m", "compileall", "-qq", "packages", "tools"]
-        subprocess.run(compile_all, cwd=root, check=False)
         chosen = [step for step in STEPS if only is None or step.name in only]
         if with_coverage:
             clear_coverage(root)
@@ -349,7 +351,7 @@ def run_streamed(
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=DEFAULT_VARIABLES | os.environ | {"PYTHONUNBUFFERED": "1"},
+        env=DEFAULT_VARIABLES | os.environ | STEP_VARIABLES,
         # A separate process group, so that killing it reaches the rank processes too.
         start_new_session=True,
     )

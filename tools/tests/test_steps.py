@@ -67,6 +67,14 @@ def test_steps_compute_on_one_thread_unless_the_caller_chooses(
     assert result.tail == (expected,)
 
 
+def test_steps_write_bytecode_whatever_the_caller_sets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    program = "import sys; print(sys.dont_write_bytecode)"
+    assert run_step(_step(program), python=PYTHON, root=tmp_path).tail == ("False",)
+
+
 def test_later_commands_run_after_a_failing_one(tmp_path: Path) -> None:
     result = run_step(_step("raise SystemExit(3)", "print('second')"), python=PYTHON, root=tmp_path)
     assert result.failures == ("failed with exit status 3",)
