@@ -179,6 +179,7 @@ def test_a_forks_copy_of_the_old_package_is_one_step_and_its_files_are_none(proj
     assert list(steps) == ["conf.yaml", "scripts/run.sh", "reward.py", "verl"]
     assert steps["verl"].effort is Effort.REWRITE
     assert "has to be written again" in steps["verl"].blockers[0]
+    assert steps["verl"].command == "diff -ru RELEASE/verl verl"  # not hundreds of old imports
 
 
 def test_a_file_that_another_one_builds_on_is_a_part_of_it(project: Path, tmp_path: Path) -> None:

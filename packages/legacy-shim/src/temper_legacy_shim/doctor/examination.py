@@ -139,7 +139,8 @@ def _copy(folder: Path, path: Path) -> Step:
     shown = path.relative_to(folder)
     left = (
         "what you changed in it has to be written again (a reward, a tool, an advantage, a loss of "
-        "your own); the rest stays behind"
+        "your own); the rest stays behind. Compare it with a checkout of its release, RELEASE, to "
+        "see what you changed"
     )
     what = "a copy of the old package itself"
     return Step(
@@ -148,7 +149,7 @@ def _copy(folder: Path, path: Path) -> Step:
         what=what,
         effort=Effort.REWRITE,
         blockers=(left,),
-        command=f"temper-migrate imports {shown}",
+        command=f"diff -ru RELEASE/verl {shown}",
     )
 
 
