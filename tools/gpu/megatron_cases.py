@@ -59,9 +59,11 @@ class Case:
         """Return whether this model can run with a layout.
 
         Expert parallelism needs experts. With experts, tensor parallelism needs sequence
-        parallelism.
+        parallelism. The engine refuses blockwise float8 with sequence parallelism.
         """
         fields = LAYOUTS[layout]
+        if self.float8 == "blockwise" and "sequence_parallel" in fields:
+            return False
         has_plain_tensor_parallel = (
             "tensor_parallel" in fields and "sequence_parallel" not in fields
         )

@@ -3,16 +3,15 @@
     python -m temper_engine_api.conformance \
         --engine tools.gpu.transformer_engine_engines:TransformerEngineEngine \
         --device cuda --compute bf16 --world-sizes 1
-    python -m tools.gpu.transformer_engine_engines --gpus 0,1 --out FOLDER \
-        --only transformer-engine:tp2,transformer-engine:pp2
+    python -m tools.gpu.transformer_engine_engines --layouts tp2,pp2 --gpus 0,1 --out FOLDER
 
-The second command passes its arguments to `tools.conformance_report`, with the engines
-`transformer-engine`, `te-tensorwise` and `te-blockwise` in Megatron's layouts.
+The second command runs the kit in Megatron's layouts, and continues in the same folder.
 
 `TensorwiseEngine` and `BlockwiseEngine` multiply in float8 as well. Tests that configure float32
 fail, because these layers refuse it, and with float8 so do tests that configure an adapter.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -91,12 +90,25 @@ def write_metadata(folder: Path) -> None:
 
 
 def main() -> int:
-    """Run `tools.conformance_report` on these engines in bf16."""
+    """Run `tools.conformance_report` on an engine in bf16."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engine", choices=ENGINES, default="transformer-engine")
+    parser.add_argument("--layouts", required=True, help="Megatron's, such as tp2,pp2")
+    parser.add_argument("--gpus", required=True, help="GPUs to use, such as 0,1")
+    parser.add_argument("--ranks-at-once", default="16")
+    parser.add_argument("--limit", default="540", help="time limit in seconds")
+    parser.add_argument("--out", required=True, help="folder for the results")
+    chosen = parser.parse_args()
+    only = ",".join(f"{chosen.engine}:{layout}" for layout in chosen.layouts.split(","))
+    command = [sys.executable, "-m", "tools.conformance_report", "--compute", "bf16"]
+    command += ["--engines", chosen.engine, "--only", only, "--gpus", chosen.gpus, "--resume"]
+    command += ["--ranks-at-once", chosen.ranks_at_once, "--limit", chosen.limit]
+    command += ["--out", chosen.out]
     with tempfile.TemporaryDirectory(prefix="entry-points-") as folder:
         write_metadata(Path(folder))
         path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
-        command = [sys.executable, "-m", "tools.conformance_report", "--compute", "bf16"]
-        command += ["--engines", ",".join(ENGINES), *sys.argv[1:]]
         return subprocess.run(
             command, env=os.environ | {"PYTHONPATH": path}, check=False
         ).returncode
