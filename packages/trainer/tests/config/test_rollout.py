@@ -26,7 +26,7 @@ def test_canary_tolerance_is_larger_if_either_side_computes_in_bf16(
 
 def test_canary_tolerance_is_larger_if_the_actor_multiplies_in_float8() -> None:
     actor = FSDPConfig(model=MODEL, float8="rowwise", precision=PrecisionSpec(compute="bf16"))
-    assert RolloutConfig(dtype="bf16").resolve_canary_tolerance(actor) == 1.0
+    assert RolloutConfig(dtype="bf16").resolve_canary_tolerance(actor) == 2.0
 
 
 def test_configured_canary_tolerance_applies_to_every_dtype() -> None:
