@@ -139,6 +139,24 @@ def test_other_aggregation_of_the_critic_than_the_mean_over_tokens_is_a_hazard(
     assert [token.disposition for token in run.tokens[-2:]] == ["dropped"] * 2
 
 
+@pytest.mark.parametrize("target", [(), ("algorithm.kl_ctrl.target_kl=0.05",)])
+@pytest.mark.parametrize("version", ["v0.4.1", "v0.9.1"])
+def test_target_of_the_adaptive_controller_is_a_question(
+    version: str, target: tuple[str, ...]
+) -> None:
+    # apply_kl_penalty means over the tokens of a completion, and the new controller's target is
+    # the sum over them.
+    in_reward = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.horizon=5000")
+    run = translated(version, *in_reward, "algorithm.kl_ctrl.type=adaptive", *target)
+    (question,) = [each.message for each in run.findings if each.rule == "kl-controller"]
+    assert f"target_kl is {'0.05' if target else '0.1'}" in question
+    assert "algorithm.kl_controller.target" not in values(run)
+    assert values(run)["algorithm.kl_controller.horizon_completions"] == 5000
+    assert run.tokens[-1].disposition == "needs a person"
+    fixed = translated(version, *in_reward, "algorithm.kl_ctrl.type=fixed")
+    assert "kl-controller" not in rules_found(fixed, "person")
+
+
 @pytest.mark.parametrize(
     ("version", "config_name", "is_twice"),
     [

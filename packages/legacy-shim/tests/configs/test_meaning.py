@@ -265,8 +265,6 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         result["algorithm.policy_loss.max_ratio"] = old(f"{A}.clip_ratio_c") if can_clip else None
     if name == "grpo_passk":
         result["algorithm.advantage.scale_by_std"] = is_scaled
-    if reward_coef and old("algorithm.kl_ctrl.type") == "adaptive":
-        result["algorithm.kl_controller.target"] = old("algorithm.kl_ctrl.target_kl")
     if int(number(warmup or 0)) > 0:
         result[FIRST_RATE] = 0.0
     if is_async(row):

@@ -255,6 +255,12 @@ def _kl(draft: Draft) -> None:
     apply_rules(draft, "kl-loss", facts=facts)
     if in_reward > 0:
         _kl_reward(draft, in_reward, block=block)
+    if controller == "adaptive":
+        key = f"{block}.target_kl"
+        target = draft.number(key) or 0.1
+        draft.find(
+            "kl-controller", key if draft.old.is_set(key) else f"{block}.type", target=target
+        )
     blocks = {"controller": block}
     apply_rules(draft, "kl-controller", "kl-reward", "kl-estimator", blocks=blocks, facts=facts)
     if not needs_ref(draft):
