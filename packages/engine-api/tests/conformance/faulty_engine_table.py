@@ -602,6 +602,10 @@ FAULTY_ENGINES = (
     FaultyEngine(
         inputs.IgnoresRopeScaling, ("test_model_settings::test_rope_scaling_of_the_model_is_used",)
     ),
+    FaultyEngine(
+        inputs.ReadsUndeclaredFields,
+        ("test_model_settings::test_fields_that_the_config_class_does_not_declare_have_no_effect",),
+    ),
 )
 
 

@@ -210,6 +210,19 @@ class IgnoresRopeScaling(DataParallelOracle):
         return topology
 
 
+class ReadsUndeclaredFields(DataParallelOracle):
+    """Caps the logits if the config has ``final_logit_softcapping``, whatever its class."""
+
+    def _build(self):
+        topology = super()._build()
+        cap = getattr(self.model.config, "final_logit_softcapping", None)
+        if cap is not None:
+            self.model.get_output_embeddings().register_forward_hook(
+                lambda module, inputs, logits: cap * torch.tanh(logits / cap)
+            )
+        return topology
+
+
 class IgnoresPositionIdsInTraining(DataParallelOracle):
     """Uses the batch's position ids in forward-only calls only."""
 

@@ -35,6 +35,7 @@ from temper_engine_fsdp.model.token_mixers import (
     MIXER_TYPES,
     TOKENWISE_TYPES,
     list_layer_types,
+    read_declared,
     separate_sequences,
 )
 from temper_engine_fsdp.model.weight_names import find_model_files
@@ -279,7 +280,7 @@ def _check_packable(config: PretrainedConfig) -> None:
         )
     known = ATTENTION_TYPES | MIXER_TYPES | TOKENWISE_TYPES
     other = sorted({*(list_layer_types(config) or ())} - known)
-    if other or getattr(config, "alibi", False):
+    if other or read_declared(config, "alibi"):
         raise CapabilityError(
             f"this {config.model_type} model has "
             f"{'layers of type ' + ', '.join(other) if other else 'ALiBi'}, which would mix the "

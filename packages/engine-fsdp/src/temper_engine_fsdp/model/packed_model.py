@@ -5,7 +5,6 @@ Takes a micro-batch and the requested outputs, and returns one float32 column pe
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from inspect import signature
 from typing import cast
 
 import torch
@@ -25,7 +24,7 @@ from temper_engine_fsdp.model.output_head import (
     ScalarHead,
 )
 from temper_engine_fsdp.model.pack_layout import PackLayout
-from temper_engine_fsdp.model.token_mixers import count_mixing_layers
+from temper_engine_fsdp.model.token_mixers import count_mixing_layers, read_declared
 
 PREFIX = "hf."
 """Our module's prefix in front of every Hugging Face parameter name."""
@@ -124,8 +123,8 @@ class PackedModel(nn.Module):
         Raises:
             CapabilityError: If the model has a cap and did not pass it on.
         """
-        softcap = getattr(
-            self.hf.config.get_text_config(decoder=True), "attn_logit_softcapping", None
+        softcap = read_declared(
+            self.hf.config.get_text_config(decoder=True), "attn_logit_softcapping"
         )
         if softcap is not None and not packing.has_softcap:
             raise CapabilityError(
@@ -154,18 +153,11 @@ class PackedModel(nn.Module):
 
 
 def _sliding_window(config: PretrainedConfig) -> int | None:
-    """Return the window of the model, or None.
-
-    None also if the config has the field by accident and the model does not read it.
-    """
-    declared = (
-        hasattr(type(config), "sliding_window")
-        or "sliding_window" in signature(type(config).__init__).parameters
-    )
+    """Return the window of the model, or None."""
     has_windows = "sliding_attention" in (
-        getattr(config, "layer_types", None) or ("sliding_attention",)
+        read_declared(config, "layer_types") or ("sliding_attention",)
     )
-    return getattr(config, "sliding_window", None) if declared and has_windows else None
+    return read_declared(config, "sliding_window") if has_windows else None
 
 
 def build_head(
@@ -219,12 +211,11 @@ def build_head(
 def _read_logit_settings(config: PretrainedConfig) -> tuple[float, float | None]:
     """Return the logits' factor and the limit applied after it (None without one).
 
-    transformers models have one of these fields. Read as attributes, since some are properties
-    computed from other fields.
+    transformers models have one of these fields.
     """
-    scale = getattr(config, "logit_scale", None) or getattr(config, "lm_head_multiplier", None)
-    divisor = getattr(config, "logits_scaling", None)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = read_declared(config, "logit_scale") or read_declared(config, "lm_head_multiplier")
+    divisor = read_declared(config, "logits_scaling")
+    softcap = read_declared(config, "final_logit_softcapping")
     return float(scale or 1.0) / float(divisor or 1.0), None if softcap is None else float(softcap)
 
 

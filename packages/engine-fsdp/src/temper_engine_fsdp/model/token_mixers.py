@@ -8,6 +8,7 @@ layer itself is transformers' own, with the kernels that it selects.
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,8 +38,19 @@ def find_token_mixers(model: PreTrainedModel) -> dict[str, nn.Module]:
 def list_layer_types(config: PretrainedConfig) -> list[str] | None:
     """Return each layer's type; None if the config has none."""
     text = config.get_text_config(decoder=True)
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    kinds = read_declared(text, "layer_types") or read_declared(text, "layers_block_type")
     return None if kinds is None else [str(kind) for kind in kinds]
+
+
+def read_declared(config: PretrainedConfig, name: str) -> Any:
+    """Return a field of a config, or None if the config's class does not declare it.
+
+    A config.json can have fields of other models, which this model does not read. The field may be
+    a property that is computed from others.
+    """
+    kind = type(config)
+    is_declared = hasattr(kind, name) or name in inspect.signature(kind.__init__).parameters
+    return getattr(config, name, None) if is_declared else None
 
 
 def count_mixing_layers(config: PretrainedConfig) -> int:

@@ -130,6 +130,23 @@ ROPE_SCALING = TinyModel(
 NORM_EPSILON = TinyModel(
     name="qwen2-norm-epsilon", architecture={**QWEN2_GROUPED.architecture, "rms_norm_eps": 0.1}
 )
+UNDECLARED_FIELDS = TinyModel(
+    name="qwen2-undeclared-fields",
+    # Fields of Gemma 2, Granite and DeepSeek-V3, which the config class of Qwen2 does not declare.
+    architecture={
+        **QWEN2_GROUPED.architecture,
+        "final_logit_softcapping": 0.5,
+        "attn_logit_softcapping": 0.5,
+        "query_pre_attn_scalar": 4,
+        "logits_scaling": 4.0,
+        "embedding_multiplier": 4.0,
+        "residual_multiplier": 0.25,
+        "routed_scaling_factor": 4.0,
+        "scoring_func": "sigmoid",
+        "n_group": 2,
+        "topk_group": 1,
+    },
+)
 DROPOUT = TinyModel(
     name="qwen2-dropout", architecture={**QWEN2_GROUPED.architecture, "attention_dropout": 0.5}
 )

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     collect_weights,
@@ -30,6 +31,7 @@ from temper_engine_api.conformance.inputs.tiny_models import (
     QWEN2_GROUPED,
     ROPE_SCALING,
     ROPE_THETA,
+    UNDECLARED_FIELDS,
     WINDOW,
     TinyModel,
 )
@@ -83,6 +85,18 @@ def check_setting(
     # Both models have the same weights, so the difference comes from the setting.
     default = oracle.get_outputs(oracle.make_setup(QWEN2_GROUPED), batch, HeadOutput.LOGPROB)
     assert float((expected - default).abs().max()) > 0.1
+    check_numbers(engine_under_test, oracle, setup, batch=batch, expected=expected)
+
+
+def check_numbers(
+    engine_under_test: EngineUnderTest,
+    oracle: OracleCache,
+    setup: EngineSetup,
+    *,
+    batch: SequenceBatch,
+    expected: Tensor,
+) -> None:
+    """Compare log-probs with the expected ones, and the gradient with the oracle's."""
     outputs = engine_under_test.run(
         measure_outputs, setup=setup, batch=batch, requested_outputs=[HeadOutput.LOGPROB]
     )[0]
@@ -131,6 +145,22 @@ def test_norm_epsilon_of_the_model_is_used(
 ) -> None:
     """Compare a model with rms_norm_eps 0.1 with the oracle, unless it is rejected."""
     check_setting(engine_under_test, oracle, NORM_EPSILON, names=("eps",))
+
+
+def test_fields_that_the_config_class_does_not_declare_have_no_effect(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """Compare a model whose config has fields of other models with the oracle.
+
+    transformers ignores such fields. The engine may reject the model instead.
+    """
+    setup = oracle.make_setup(UNDECLARED_FIELDS)
+    fields = UNDECLARED_FIELDS.architecture.keys() - QWEN2_GROUPED.architecture.keys()
+    if is_rejected(engine_under_test, setup, names=tuple(fields)):
+        return
+    batch = oracle.get_batch_of(LENGTHS, prompt_length=2)
+    expected = oracle.get_outputs(setup, batch, HeadOutput.LOGPROB)
+    check_numbers(engine_under_test, oracle, setup, batch=batch, expected=expected)
 
 
 def test_dropout_of_the_model_is_on_in_training_only(
