@@ -1279,6 +1279,12 @@ def test_greedy_training_is_a_question_however_it_was_reported() -> None:
         )
 
 
+def test_run_that_only_evaluates_is_not_called_greedy_training() -> None:
+    greedy = "actor_rollout_ref.rollout.temperature=0"
+    questions = rules_found(translated("v0.7.0", greedy, "trainer.val_only=True"), "person")
+    assert ("val-only" in questions, "greedy" in questions) == (True, False)
+
+
 def test_evaluations_keep_their_number_of_completions() -> None:
     block = "actor_rollout_ref.rollout.val_kwargs"
     files = "data.val_files=/data/test.parquet"

@@ -42,7 +42,8 @@ def _sampling(draft: Draft) -> None:
     given = (
         "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
     )
-    if given.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0:
+    is_greedy = given.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0
+    if is_greedy and not draft.switch("trainer.val_only"):
         key = f"{BLOCK}.{given.partition(' ')[0]}"
         draft.find("greedy", key, given=given)
     if draft.switch(f"{BLOCK}.ignore_eos"):
