@@ -167,6 +167,20 @@ def test_model_that_would_mix_packed_sequences_is_refused(
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_model_with_an_empty_weight_is_refused() -> None:
+    fields = {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 4,
+        "moe_intermediate_size": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 0,
+        "first_k_dense_replace": 0,
+    }
+    with pytest.raises(CapabilityError, match=r"shared_experts\.gate_proj\.weight has shape \[0, "):
+        build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
+
+
 def test_model_that_does_not_declare_a_replaceable_attention_is_refused() -> None:
     register_kernels()
     with pytest.raises(CapabilityError, match="BloomForCausalLM does not declare that it supports"):

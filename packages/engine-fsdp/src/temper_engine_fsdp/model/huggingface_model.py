@@ -119,6 +119,7 @@ def build_model(spec: ModelSpec, *, attention: str, load_weights: bool = True) -
     if spec.path is not None and report is not None:
         check_loading_report(spec.path, report, has_new_head=not is_language_model)
     _check_attention_interface(model)
+    _check_weights_have_elements(model)
     _check_output_head(model, is_language_model=is_language_model)
     separate_sequences(model)
     for name in list_encoder_modules(model, model_type=config.model_type):
@@ -263,6 +264,16 @@ def _check_attention_interface(model: PreTrainedModel) -> None:
             "model whose attention goes through transformers' AttentionInterface, such as qwen3 or "
             "llama."
         )
+
+
+def _check_weights_have_elements(model: PreTrainedModel) -> None:
+    """Reject models with an empty weight, which FSDP2 cannot reduce."""
+    for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            raise CapabilityError(
+                f"{name} has shape {list(parameter.shape)}, and FSDP cannot shard a weight without "
+                f"elements: choose another {model.config.model_type} model."
+            )
 
 
 def _check_packable(config: PretrainedConfig) -> None:
