@@ -8,8 +8,9 @@ Needs torch with CUDA and transformers; `checks` and `kernels` need pytest and h
 fewer GPUs, tasks that need more are skipped.
 A job is a wave of tasks that run in parallel in their own processes and on their own GPUs, with a
 time limit. Rows are appended to FOLDER/rows.jsonl as soon as they are measured, and the output of
-tasks to FOLDER/log.txt; the final table is also in FOLDER/table.txt. `--rehearse` runs everything
-on a CPU at a tiny size.
+tasks to FOLDER/log.txt; the final table is also in FOLDER/table.txt. Tasks in FOLDER/finished.jsonl
+are left out, so the same command continues after an interruption. `--rehearse` runs everything on a
+CPU at a tiny size.
 """
 
 import argparse
@@ -31,7 +32,7 @@ import torch
 
 from temper_engine_fsdp.layouts import LAYOUTS
 from tools.gpu.fsdp_table import format_table
-from tools.gpu.workload import Rows
+from tools.gpu.workload import FinishedJobs, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,6 +241,8 @@ class RunningTask:
                 f"\n=== {self.task.name} on GPUs {list(self.gpus)}: status {status}\n"
                 f"{output[-200_000:]}\n"
             )
+        if status == 0:
+            options.finished.add(self.task.name, self.task.gpus)
         if status != 0 or self.task.command:
             lines = output.strip().splitlines()
             options.rows.add(
@@ -298,7 +301,8 @@ def provide_entry_points() -> Iterator[None]:
 def run_wave(wave: Wave, *, limit_s: float, options: argparse.Namespace) -> None:
     """Run tasks in parallel as far as GPUs are free; kill those that run when time is up."""
     deadline = time.monotonic() + limit_s
-    waiting, running, free = list(wave.tasks), list[RunningTask](), list(range(options.gpus))
+    waiting = [task for task in wave.tasks if not options.finished.contain(task.name, task.gpus)]
+    running, free = list[RunningTask](), list(range(options.gpus))
     while waiting or running:
         for task in [t for t in waiting if t.gpus > options.gpus]:
             waiting.remove(task)
@@ -347,6 +351,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     options.rows = Rows(path=options.out / "rows.jsonl")
     options.rows.path.touch()
+    options.finished = FinishedJobs(path=options.out / "finished.jsonl")
     options.gpus = 4 if options.rehearse else torch.cuda.device_count()
     (options.out / "layouts").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="entry-points-") as folder:

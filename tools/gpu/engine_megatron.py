@@ -7,7 +7,8 @@ root of the repository with engine-api, engine-fsdp, engine-megatron and megatro
 the kit finds the engine by its entry point. Hosts with one, two and four GPUs run different phases,
 each under eight minutes. Four GPUs also measure speed; elsewhere name these jobs with `--only`.
 Jobs of a phase run in parallel with a time limit each. Rows are appended to FOLDER/rows.jsonl as
-soon as they are measured; the output of JOB is in FOLDER/JOB.txt.
+soon as they are measured; the output of JOB is in FOLDER/JOB.txt. Jobs in FOLDER/finished.jsonl are
+left out, so the same command continues after an interruption.
 """
 
 import argparse
@@ -18,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -43,6 +44,7 @@ from tools.gpu.workload import (
     MICRO_BATCH_TOKENS,
     SHAPES,
     ClippedPolicy,
+    FinishedJobs,
     Rows,
     compute_flops,
     find_free_port,
@@ -168,7 +170,7 @@ def list_phases(num_gpus: int, only: list[str] | None) -> Phases:
     return tuple(chosen.values())
 
 
-def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
+def run_phase(jobs: Sequence[Job], rows: Rows, *, finished: FinishedJobs, left_s: float) -> None:
     """Start the jobs of a phase together and wait for all of them, at most `left_s`."""
     started = time.monotonic()
     running = []
@@ -208,6 +210,8 @@ def run_phase(jobs: tuple[Job, ...], rows: Rows, *, left_s: float) -> None:
         if job.name.startswith("kit"):
             row |= count_outcomes((rows.path.parent / f"{job.name}.txt").read_text())
         rows.add(row)
+        if code == 0:
+            finished.add(job.name)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -504,14 +508,16 @@ def main() -> None:
         }
     )
     deadline = time.monotonic() + options.limit
-    for jobs in list_phases(
+    finished = FinishedJobs(path=options.out / "finished.jsonl")
+    for phase in list_phases(
         torch.cuda.device_count(), options.only.split(",") if options.only else None
     ):
+        jobs = [job for job in phase if not finished.contain(job.name)]
         left_s = deadline - time.monotonic()
         if left_s < SHORTEST_PHASE_S:
             rows.add({"job": "skipped", "names": [job.name for job in jobs]})
             continue
-        run_phase(jobs, rows, left_s=left_s)
+        run_phase(jobs, rows, finished=finished, left_s=left_s)
     print(format_table(rows.read()))
 
 

@@ -13,8 +13,9 @@ name. Its tokenizer is trained on the problems in `--data`, a folder with `train
 PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer, and takes the place of
 `rollout-env/bin/python`. Rows with the medians of all steps but the first are appended to
 FOLDER/rows.jsonl. They also have the first and the largest memory in use on each GPU and by each
-process, as nvidia-smi reports it; `pid` is the process of the actor. `--check` writes the same
-files, and then only validates the settings.
+process, as nvidia-smi reports it; `pid` is the process of the actor. Commands in
+FOLDER/finished.jsonl are left out, so a repeated call continues. `--check` writes the same files,
+and then only validates the settings.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.data.trained_tokenizer import END, PAD, train_tokenizer
 from tools.gpu.engine_fsdp import provide_entry_points
 from tools.gpu.trainer_vllm import summarize_metrics, tail, watch
-from tools.gpu.workload import CARDS, Rows
+from tools.gpu.workload import CARDS, FinishedJobs, Rows
 from tools.pages import split_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -135,8 +136,8 @@ def summarize_memory(path: Path) -> dict[str, list[int]]:
     return summary
 
 
-def run_command(rows: Rows, name: str, words: list[str], chosen: argparse.Namespace) -> None:
-    """Run a command in the folder, and add its row."""
+def run_command(rows: Rows, name: str, words: list[str], chosen: argparse.Namespace) -> bool:
+    """Run a command in the folder, add its row, and return whether it succeeded."""
     out = chosen.out.resolve()
     run = out / get_setting(words, "run.dir")
     environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONFAULTHANDLER": "1"}
@@ -165,6 +166,7 @@ def run_command(rows: Rows, name: str, words: list[str], chosen: argparse.Namesp
         row["log"] = tail(out / f"{name}.log")
         row["server_log"] = tail(run / "rollout" / "replica-0.log")
     rows.add(row | summarize_metrics(run / "metrics.jsonl"))
+    return code == 0
 
 
 def main() -> None:
@@ -195,11 +197,13 @@ def main() -> None:
         commands=[commands[name] for name in names],
     )
     rows = Rows(path=chosen.out / "rows.jsonl")
+    finished = FinishedJobs(path=chosen.out / "finished.jsonl")
     check = ["--check"] if chosen.check else []
     with provide_entry_points():
         for name in names:
             words = [*commands[name], steps, *chosen.override, *check]
-            run_command(rows, name, words, chosen)
+            if not finished.contain(name, words) and run_command(rows, name, words, chosen):
+                finished.add(name, words)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ begin with `shared`) need Ray. `--gpus` names the GPUs to use, so that several o
 can run in parallel; `--check` validates the settings of each job and runs nothing.
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
-the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl.
+the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl. Jobs in
+FOLDER/finished.jsonl are left out, so the same command continues after an interruption.
 `--weights` reads the model from FOLDER/SHAPE, and writes a random one there first if it is absent.
 Without it, every run initializes the model on the CPU, which takes minutes for 8B.
 `--mean-length` makes that model end completions: so many token ids end one that completions of
@@ -45,7 +46,7 @@ import transformers
 from temper_trainer.config_loading import load
 from temper_trainer.rollout.vllm.server_process import SERVER_MODULE
 from tools.gpu.engine_fsdp import provide_entry_points
-from tools.gpu.workload import CARDS, SHAPES, Rows
+from tools.gpu.workload import CARDS, SHAPES, FinishedJobs, Rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,8 +311,11 @@ def run_job(
     out: Path,
     limit_s: float,
     more: Sequence[str],
-) -> None:
-    """Run a job and add its row; the row of a failed job contains the end of its log."""
+) -> bool:
+    """Run a job and add its row, and return whether it succeeded.
+
+    The row of a failed job contains the end of its log.
+    """
     job = JOBS[name]
     folder = out / f"{name}-{shape}"
     environment = os.environ | {
@@ -348,6 +352,7 @@ def run_job(
         row["server_log"] = tail(folder / "rollout" / "replica-0.log")
     row |= summarize_metrics(folder / "metrics.jsonl")
     rows.add(row)
+    return code == 0
 
 
 def watch(
@@ -456,6 +461,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
         write_weights(chosen.weights, chosen.shape, mean_length=chosen.mean_length)
     out.mkdir(parents=True, exist_ok=True)
     rows = Rows(path=chosen.rows or out / "rows.jsonl")
+    finished = FinishedJobs(path=out / "finished.jsonl")
     count = torch.cuda.device_count()
     gpus = chosen.gpus.split(",") if chosen.gpus else [str(gpu) for gpu in range(count)]
     for name in chosen.jobs.split(","):
@@ -478,7 +484,7 @@ def run_chosen(chosen: argparse.Namespace) -> None:
             load(settings)
             print(f"{name}: the settings are valid")
             continue
-        run_job(
+        if not finished.contain(name, settings) and run_job(
             rows,
             name,
             used,
@@ -487,7 +493,8 @@ def run_chosen(chosen: argparse.Namespace) -> None:
             out=out,
             limit_s=chosen.limit,
             more=chosen.override,
-        )
+        ):
+            finished.add(name, settings)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ A sender on the first GPU sends to receivers in other processes: with CUDA IPC o
 NCCL on each other GPU. A sync ends when every receiver has copied all tensors. Before anything is
 timed, each receiver compares the checksum of the bytes of the first sync. Every transport is timed
 with and without checksums. Rows are appended to FOLDER/rows.jsonl. A failed job adds a row with the
-reason, the others still run, and the exit code is 1. Needs only torch. Without CUDA, shared memory
-and gloo run, to try the script.
+reason, the others still run, and the exit code is 1. Jobs in FOLDER/finished.jsonl are left out, so
+the same command continues after an interruption. Needs only torch. Without CUDA, shared memory and
+gloo run, to try the script.
 """
 
 import argparse
@@ -42,7 +43,7 @@ from temper_trainer.rollout.packed_bucket import (
     write_weight_file,
 )
 from temper_trainer.rollout.weight_channel import Backend, ChannelSpec, WeightChannel
-from tools.gpu.workload import CARDS, SHAPES, Rows, find_free_port
+from tools.gpu.workload import CARDS, SHAPES, FinishedJobs, Rows, find_free_port
 
 BUCKET_BYTES = 512 << 20
 REPEATS = 5
@@ -437,10 +438,15 @@ def main() -> None:
         jobs[chosen.job]()
         return
     describe_machine(rows)
-    succeeded = [
-        run_in_subprocess(rows, name, shape=chosen.shape, folder=chosen.out) for name in names
-    ]
-    sys.exit(0 if all(succeeded) else 1)
+    finished = FinishedJobs(path=chosen.out / "finished.jsonl")
+    waiting = [name for name in names if not finished.contain(name, chosen.shape)]
+    failed = False
+    for name in waiting:
+        if run_in_subprocess(rows, name, shape=chosen.shape, folder=chosen.out):
+            finished.add(name, chosen.shape)
+        else:
+            failed = True
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

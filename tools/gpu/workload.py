@@ -185,6 +185,29 @@ class Rows:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedJobs:
+    """The jobs that succeeded, in a file, so that the same command continues after an interruption.
+
+    A job is a name and the settings that its results depend on.
+    """
+
+    path: Path
+
+    def add(self, *job: object) -> None:
+        """Append a job that succeeded."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(job) + "\n")
+
+    def contain(self, *job: object) -> bool:
+        """Return True, and print that it is left out, if a job has succeeded before."""
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        is_finished = json.dumps(job) in lines
+        if is_finished:
+            print(f"{job[0]}: left out, because it is in {self.path}", flush=True)
+        return is_finished
+
+
 def small_batch() -> SequenceBatch:
     """Return twelve sequences of 20 to 300 tokens, with old log-probs of a uniform policy."""
     generator = torch.Generator().manual_seed(0)

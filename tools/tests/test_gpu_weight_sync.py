@@ -37,6 +37,12 @@ def test_every_job_adds_a_row_and_an_unknown_job_is_refused(tmp_path: Path) -> N
         "shared_memory",
     ]
     assert [row["checksum"] for row in rows[3:]] == [True, False]
+    again = subprocess.run(
+        [*command, "--jobs", "copies,gloo"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 0
+    assert "gloo: left out, because it is in" in again.stdout
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == len(rows) + 1
     wrong = subprocess.run(
         [*command, "--jobs", "nccl_1"], cwd=ROOT, capture_output=True, text=True, check=False
     )
