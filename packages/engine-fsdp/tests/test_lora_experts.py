@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.hooks import Context
+from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_fsdp import components
 from temper_engine_fsdp.config import FSDPConfig
@@ -92,6 +93,73 @@ def test_new_adapter_has_the_initial_values_of_peft(start: Start, config: FSDPCo
     assert all(torch.equal(tensors[name], tensor) for name, tensor in expected.items())
 
 
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "head_dim": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "moe_shared_expert_intermediate_size": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "layers_block_type": ["moe", "full_attention"],
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "targets"),
+    [
+        # Its tensors are [experts, input, output]; the second is square.
+        (GPT_OSS, ("mlp.experts.gate_up_proj",)),
+        ({**GPT_OSS, "intermediate_size": 32}, ("mlp.experts.down_proj",)),
+        (NEMOTRON_H, ("experts.up_proj", "experts.down_proj")),
+    ],
+    ids=["gpt_oss", "gpt_oss-square", "nemotron_h"],
+)
+def test_merged_experts_compute_what_the_adapter_computes(
+    start: Start,
+    batch: SequenceBatch,
+    config: FSDPConfig,
+    fields: Mapping[str, object],
+    targets: tuple[str, ...],
+) -> None:
+    model = ModelSpec(architecture={**config.model.architecture, **fields})  # type: ignore[dict-item]
+    lora = replace(LORA, target_modules=("q_proj",), target_parameters=targets)
+    adapted = start(model=model, lora=lora)
+    described, tensors = adapted.export_adapter()
+    generator = torch.Generator().manual_seed(0)
+    adapted.load_adapter(
+        described,
+        {name: torch.randn(each.shape, generator=generator) for name, each in tensors.items()},
+    )
+    merged = start(model=model)
+    base = logprobs_of(merged, batch)
+    with adapted.export_weights() as weights:
+        merged.load_weights(weights)
+    assert (logprobs_of(adapted, batch) - base).abs().max() > 0.1
+    torch.testing.assert_close(
+        logprobs_of(merged, batch), logprobs_of(adapted, batch), atol=1e-4, rtol=1e-4
+    )
+
+
+def logprobs_of(engine: FSDPEngine, batch: SequenceBatch) -> Tensor:
+    local = engine.shard_data(batch)
+    with engine.eval_mode():
+        result = engine.forward_backward_batch(
+            local, forward_only=True, outputs=[HeadOutput.LOGPROB]
+        )
+    outputs = engine.unshard_outputs(result.outputs, sample_ids=batch.sample_ids)
+    return outputs.columns[HeadOutput.LOGPROB]
+
+
 def test_adapter_of_streamed_weights_has_the_same_initial_values(
     start: Start, config: FSDPConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,8 +194,8 @@ def test_adapter_of_streamed_weights_has_the_same_initial_values(
         (
             (),
             (
-                "and in lora.target_parameters the tensors of experts, such as "
-                "mlp.experts.gate_up_proj"
+                "and in lora.target_parameters the tensors of experts, "
+                "mlp.experts.gate_up_proj and mlp.experts.down_proj"
             ),
         ),
         (("mlp.experts.up_proj",), "names mlp.experts.up_proj, but only tensors of experts"),

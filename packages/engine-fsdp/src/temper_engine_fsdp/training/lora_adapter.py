@@ -34,8 +34,10 @@ from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
 
 _ADAPTER = "default"
 """Name that peft gives to a single adapter."""
-_EXPERT_TENSORS = ("gate_up_proj", "down_proj")
-"""Tensors [experts, rows, columns] that transformers joins a layer's experts into."""
+_EXPERT_TENSORS = ("gate_up_proj", "up_proj", "down_proj")
+"""Tensors [experts, rows, columns] that transformers joins a layer's experts into.
+
+Experts without a gate, as in Nemotron-H, have `up_proj` instead of `gate_up_proj`."""
 
 
 class LoraAdapter:
@@ -153,6 +155,9 @@ class LoraAdapter:
             down.unflatten(0, (num_experts, -1)),
             up.unflatten(1, (-1, num_experts)).permute(2, 0, 1),
         )
+        if getattr(module.get_base_layer(), "is_transposed", False):
+            # gpt-oss stores [experts, input, output].
+            up, down = down.mT, up.mT
         return torch.baddbmm(weight.float(), up, down, alpha=module.scaling[_ADAPTER])
 
     def export(
@@ -381,12 +386,25 @@ def _expert_weight_name(name: str, module: ParamWrapper) -> str:
     return hf_name(f"{name}.base_layer.{module.parameter_name}")
 
 
+def _list_expert_tensors(hf_model: nn.Module) -> list[str]:
+    """Return the last parts of the names of expert tensors, such as `mlp.experts.down_proj`."""
+    names = (hf_name(name) for name, _ in hf_model.named_parameters())
+    return list(
+        dict.fromkeys(
+            ".".join(name.split(".")[-3:])
+            for name in names
+            if name.rpartition(".experts.")[2] in _EXPERT_TENSORS
+        )
+    )
+
+
 def _check_target_parameters(hf_model: nn.Module, *, requested: Collection[str]) -> None:
     """Reject target parameters other than expert tensors given by name.
 
     Other names would give expert tensors a different rank.
     """
     adapted = {_expert_weight_name(name, module) for name, module in _expert_wrappers(hf_model)}
+    tensors = " and ".join(_list_expert_tensors(hf_model))
     not_experts = sorted(
         name for name in adapted if name.rpartition(".experts.")[2] not in _EXPERT_TENSORS
     )
@@ -394,7 +412,7 @@ def _check_target_parameters(hf_model: nn.Module, *, requested: Collection[str])
         raise ConfigError(
             "lora.target_modules matches modules inside this model's experts: name only linear "
             "layers outside them there, and in lora.target_parameters the tensors of experts, "
-            f"such as {' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)}."
+            f"{tensors}."
         )
     unknown = sorted(
         name for name in requested if not any(f".{each}".endswith(f".{name}") for each in adapted)
@@ -402,9 +420,7 @@ def _check_target_parameters(hf_model: nn.Module, *, requested: Collection[str])
     if not_experts or unknown:
         raise ConfigError(
             f"lora.target_parameters names {', '.join(not_experts or unknown)}, but only tensors "
-            "of experts can be named: use "
-            f"{' and '.join(f'mlp.experts.{part}' for part in _EXPERT_TENSORS)} if this model has "
-            "experts."
+            f"of experts can be named: {f'use {tensors}' if tensors else 'this model has none'}."
         )
 
 
