@@ -156,13 +156,28 @@ SMALL_PARTS: Mapping[str, object] = {
 }
 
 
+OUTPUT_FIELDS: Mapping[str, float] = {
+    "logit_scale": 0.5,
+    "logits_scaling": 0.5,
+    "lm_head_multiplier": 0.5,
+    "final_logit_softcapping": 5.0,
+}
+"""Fields that change logits. Some have defaults that do nothing, so that a mistake is not seen."""
+
+
 def list_small_fields(name: str) -> dict[str, object]:
     """Return the fields of a tiny architecture of a model type."""
     special = SPECIAL_FIELDS.get(name, {})
-    fields = {**SMALL_FIELDS, **special, "model_type": name}
-    parts = CONFIG_MAPPING[name].sub_configs
+    kind = CONFIG_MAPPING[name]
+    outputs = {
+        field: value
+        for field, value in OUTPUT_FIELDS.items()
+        if hasattr(kind, field) and not isinstance(getattr(kind, field), property)
+    }
+    fields = {**SMALL_FIELDS, **outputs, **special, "model_type": name}
+    parts = kind.sub_configs
     if "text_config" in parts:
-        text_type = TEXT_TYPES.get(name) or CONFIG_MAPPING[name]().get_text_config().model_type
+        text_type = TEXT_TYPES.get(name) or kind().get_text_config().model_type
         fields |= SPECIAL_FIELDS.get(text_type, {})
         text = {key: value for key, value in fields.items() if value is not None}
         fields = {"model_type": name, "text_config": {**text, "model_type": text_type}}

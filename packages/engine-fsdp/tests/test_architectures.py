@@ -35,6 +35,13 @@ ARCHITECTURES: Mapping[str, Mapping[str, Scalar]] = {
         "head_dim": 8,
     },
 }
+LOGIT_FACTORS: Mapping[str, Mapping[str, Scalar]] = {
+    "cohere": {"model_type": "cohere", "logit_scale": 0.25},
+    "cohere-zero": {"model_type": "cohere", "logit_scale": 0.0},
+    "granite": {"model_type": "granite", "logits_scaling": 4.0},
+    "hyperclovax": {"model_type": "hyperclovax", "logits_scaling": 0.125},
+}
+"""Models whose logits are a multiple of the head's; the first two and the last one multiply."""
 
 
 def twin_of(engine: FSDPEngine) -> PreTrainedModel:
@@ -71,13 +78,13 @@ def update(engine: FSDPEngine, batch: SequenceBatch) -> float:
     return engine.optimizer_step()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *LOGIT_FACTORS])
 def test_packed_logprobs_equal_transformers(
     start: Callable[..., FSDPEngine], config: FSDPConfig, batch: SequenceBatch, name: str
 ) -> None:
-    engine = start(
-        model=ModelSpec(architecture={**config.model.architecture, **ARCHITECTURES[name]})
-    )
+    # Large weights, so that a wrong factor shows.
+    fields = {**ARCHITECTURES, **LOGIT_FACTORS}[name] | {"initializer_range": 0.3}
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **fields}))
     model = twin_of(engine)
     with engine.eval_mode():
         packed = engine.shard_data(batch, max_tokens=64)

@@ -4,10 +4,12 @@ import json
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import BambaConfig, LlamaConfig, PretrainedConfig
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.specs import ModelSpec, ModelType, Scalar
@@ -15,6 +17,7 @@ from temper_engine_fsdp.components import check_model
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.packed_attention import SDPA_VARLEN, register_kernels
+from temper_engine_fsdp.model.token_mixers import read_declared
 
 TINY: Mapping[str, Scalar] = {
     "model_type": "qwen2",
@@ -165,6 +168,20 @@ def test_model_that_would_mix_packed_sequences_is_refused(
 ) -> None:
     with pytest.raises(CapabilityError, match=sentence):
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
+
+
+@pytest.mark.parametrize("name", ["window", "sliding_window"])
+def test_fields_of_code_outside_transformers_are_read_however_they_are_set(name: str) -> None:
+    class OwnConfig(PretrainedConfig):
+        attribute_map: ClassVar = {"sliding_window": "window"}
+
+        def __init__(self, **kwargs: object) -> None:
+            self.window = kwargs.pop("window", 7)
+            super().__init__(**kwargs)
+
+    assert read_declared(OwnConfig(), name) == 7
+    assert read_declared(LlamaConfig(window=7), "window") is None
+    assert read_declared(BambaConfig(), "layer_types") is not None, "declared in attribute_map"
 
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

@@ -3,6 +3,7 @@
 Takes a micro-batch and the requested outputs, and returns one float32 column per output.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import cast
@@ -209,14 +210,15 @@ def build_head(
 
 
 def _read_logit_settings(config: PretrainedConfig) -> tuple[float, float | None]:
-    """Return the logits' factor and the limit applied after it (None without one).
-
-    transformers models have one of these fields.
-    """
-    scale = read_declared(config, "logit_scale") or read_declared(config, "lm_head_multiplier")
-    divisor = read_declared(config, "logits_scaling")
+    """Return the logits' factor and the limit applied after it (None without one)."""
+    factors = {name: read_declared(config, name) for name in ("logit_scale", "lm_head_multiplier")}
+    scale = math.prod(float(factor) for factor in factors.values() if factor is not None)
+    scaling = read_declared(config, "logits_scaling")
+    if scaling is not None:
+        # The Granite models divide by it.
+        scale *= scaling if config.model_type == "hyperclovax" else 1.0 / scaling
     softcap = read_declared(config, "final_logit_softcapping")
-    return float(scale or 1.0) / float(divisor or 1.0), None if softcap is None else float(softcap)
+    return scale, None if softcap is None else float(softcap)
 
 
 def make_constant_getter(module: nn.Module) -> Callable[[], nn.Module]:

@@ -43,13 +43,19 @@ def list_layer_types(config: PretrainedConfig) -> list[str] | None:
 
 
 def read_declared(config: PretrainedConfig, name: str) -> Any:
-    """Return a field of a config, or None if the config's class does not declare it.
+    """Return a field of a config, or None if the model does not read it.
 
-    A config.json can have fields of other models, which this model does not read. The field may be
-    a property that is computed from others.
+    A config.json can have fields of other models. The config classes of transformers declare those
+    that their models read: as attributes, as properties, or in the table `attribute_map` of other
+    names. Classes in the code of a model directory may set them without a declaration.
     """
     kind = type(config)
-    is_declared = hasattr(kind, name) or name in inspect.signature(kind.__init__).parameters
+    is_declared = (
+        hasattr(kind, name)
+        or name in kind.attribute_map
+        or name in inspect.signature(kind.__init__).parameters
+        or not kind.__module__.startswith("transformers.models.")
+    )
     return getattr(config, name, None) if is_declared else None
 
 
