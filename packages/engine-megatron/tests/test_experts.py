@@ -381,6 +381,16 @@ def test_prescribed_experts_that_do_not_fit_are_refused(
         engine.forward_backward_batch(packed, forward_only=True, outputs=[HeadOutput.LOGPROB])
 
 
+@pytest.mark.parametrize("expert", [-2, 8])
+def test_prescribed_experts_that_the_model_does_not_have_are_refused(config, start, batch, expert):
+    engine = start(model=with_experts(config).model)
+    prescribed = prescribe_experts(batch, num_layers=2)
+    prescribed.columns[ROUTED_EXPERTS][3, 1, 0] = expert
+    packed = engine.shard_data(prescribed, max_tokens=64)
+    with engine.eval_mode(), pytest.raises(BatchError, match="but the model has 0 to 7, and -1"):
+        engine.forward_backward_batch(packed, forward_only=True, outputs=[HeadOutput.LOGPROB])
+
+
 def with_experts(config, **changes):
     architecture = {
         **config.model.architecture,

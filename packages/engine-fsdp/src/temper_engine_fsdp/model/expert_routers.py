@@ -83,6 +83,7 @@ class ExpertRouters:
     ) -> None:
         self.num_routers = len(routers)
         """Number of layers with experts."""
+        self.num_experts = min((len(cast(Tensor, router.weight)) for router in routers), default=0)
         self._losses = losses
         self._sequence_group = sequence_group
         self._micro_batch: _MicroBatch | None = None

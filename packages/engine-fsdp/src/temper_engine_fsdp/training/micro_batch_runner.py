@@ -61,8 +61,12 @@ class MicroBatchRunner:
         """Return each micro-batch's detached outputs; see `BaseEngine._run_micro_batches`."""
         if ROUTED_EXPERTS in batch.columns:
             # Before the pass: FSDP2 cannot be reset before its first one.
-            num_routers = 0 if self._routers is None else self._routers.num_routers
-            check_choices(batch.columns[ROUTED_EXPERTS], num_routers=num_routers)
+            routers = self._routers
+            check_choices(
+                batch.columns[ROUTED_EXPERTS],
+                num_routers=0 if routers is None else routers.num_routers,
+                num_experts=0 if routers is None else routers.num_experts,
+            )
         returns_experts = HeadOutput.ROUTED_EXPERTS in requested_outputs
         if returns_experts and self._routers is None:
             raise CapabilityError(

@@ -163,6 +163,12 @@ class ScheduleRunner:
                 f"layers with experts, experts per token], here {expected}: record the choices "
                 "with the same model."
             )
+        if column.numel() and not (column.min() >= -1 and column.max() < config.num_moe_experts):
+            raise BatchError(
+                f"column {ROUTED_EXPERTS!r} has experts {int(column.min())} to "
+                f"{int(column.max())}, but the model has 0 to {config.num_moe_experts - 1}, and -1 "
+                "leaves the choice to the router: record the choices with the same model."
+            )
 
     def _run_micro_batches(
         self, local_batches: list[LocalMicroBatch], options: _CallOptions
