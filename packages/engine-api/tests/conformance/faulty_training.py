@@ -191,8 +191,9 @@ class SavesLaterMomentsInBackground(FullOracle):
     """Writes the second moments of the time at which a background save writes its files."""
 
     def _write_staged(self, staged, directory):
-        # Until the next update, so that the bug does not depend on the speed of the disk.
-        deadline = time.monotonic() + 2.0
+        # Until the next update, which takes seconds on a busy host, so that the bug does not depend
+        # on the speed of the disk.
+        deadline = time.monotonic() + 30.0
         while self.update_counts == staged["update_counts"] and time.monotonic() < deadline:
             time.sleep(0.01)
         staged["second_moments"] = dict(self.second_moments)
