@@ -1,13 +1,18 @@
-"""Test the registry of objectives, and reading outputs that were not requested."""
+"""Test the registry of objectives, unrequested outputs, and the check of experts to replay."""
+
+import re
 
 import pytest
 import torch
 
-from temper_engine_api.errors import ConfigError, EngineStateError
+from temper_engine_api.batch import SequenceBatch, from_sequences, make_dummy_sequence
+from temper_engine_api.errors import BatchError, ConfigError, EngineStateError
 from temper_engine_api.objective import (
+    ROUTED_EXPERTS,
     HeadOutput,
     HeadOutputs,
     Objective,
+    check_routed_experts,
     get_objective_class,
     list_objectives,
     register_objective,
@@ -80,3 +85,35 @@ def test_loss_without_gradient_is_connected_to_the_outputs() -> None:
 def test_loss_of_an_evaluation_stays_without_gradient() -> None:
     head_outputs = HeadOutputs(columns={HeadOutput.LOGPROB: torch.zeros(2)})
     assert not head_outputs.connect(torch.tensor(0.25)).requires_grad
+
+
+def replay(*experts: list[int]) -> SequenceBatch:
+    """Return a sequence whose tokens go to these experts of one layer."""
+    batch = from_sequences(
+        [torch.arange(len(experts))], loss_masks=[torch.arange(len(experts)) > 0]
+    )
+    column = torch.tensor(experts, dtype=torch.int16)[:, None]
+    return batch.with_columns({ROUTED_EXPERTS: column})
+
+
+def test_different_experts_or_none_are_accepted() -> None:
+    check_routed_experts(replay([3, 0, 1], [-1, -1, -1]), num_layers=1, num_experts=4)
+
+
+def test_experts_of_dummies_are_not_checked() -> None:
+    dummy = make_dummy_sequence(replay([3, 0, 1], [-1, -1, -1]))
+    assert dummy.columns[ROUTED_EXPERTS].tolist() == [[[0, 0, 0]]]
+    check_routed_experts(dummy, num_layers=1, num_experts=4)
+
+
+@pytest.mark.parametrize(
+    "experts", [[0, 1, 4], [-2, -2, -2], [2, 1, 2], [-1, 1, 2], [1, 2, -1], [1, -1, -1]]
+)
+def test_experts_that_a_router_cannot_choose_are_refused(experts: list[int]) -> None:
+    with pytest.raises(BatchError, match=re.escape(f"sends a token to experts {experts}")):
+        check_routed_experts(replay([3, 0, 1], experts), num_layers=1, num_experts=4)
+
+
+def test_experts_of_another_number_of_layers_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"has shape \(1, 1, 2\), but must be .* the 2 layers"):
+        check_routed_experts(replay([0, 1]), num_layers=2, num_experts=4)

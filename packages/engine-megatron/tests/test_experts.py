@@ -362,32 +362,21 @@ def test_returned_experts_are_those_of_transformers(engine_in_layout, oracle, la
 
 
 @pytest.mark.parametrize(
-    ("has_experts", "num_layers", "message"),
+    ("has_experts", "sizes", "message"),
     [
-        (
-            True,
-            3,
-            r"has shape \(\d+, 3, 3\), but must be \[tokens, layers with experts, experts per",
-        ),
-        (False, 2, "the model has no experts: remove it"),
+        (True, (3, 3), r"has shape \(\d+, 3, 3\), but must be \[tokens, layers, experts per"),
+        (True, (2, 2), "has 2 experts for each token and layer, but the model chooses 3"),
+        (False, (2, 3), "the model has no experts: remove it"),
     ],
 )
 def test_prescribed_experts_that_do_not_fit_are_refused(
-    config, start, batch, has_experts, num_layers, message
+    config, start, batch, has_experts, sizes, message
 ):
     engine = start(model=(with_experts(config) if has_experts else config).model)
-    packed = engine.shard_data(prescribe_experts(batch, num_layers=num_layers), max_tokens=64)
-    with engine.eval_mode(), pytest.raises(BatchError, match=message):
-        engine.forward_backward_batch(packed, forward_only=True, outputs=[HeadOutput.LOGPROB])
-
-
-@pytest.mark.parametrize("expert", [-2, 8])
-def test_prescribed_experts_that_the_model_does_not_have_are_refused(config, start, batch, expert):
-    engine = start(model=with_experts(config).model)
-    prescribed = prescribe_experts(batch, num_layers=2)
-    prescribed.columns[ROUTED_EXPERTS][3, 1, 0] = expert
+    num_layers, num_chosen = sizes
+    prescribed = prescribe_experts(batch, num_layers=num_layers, num_chosen=num_chosen)
     packed = engine.shard_data(prescribed, max_tokens=64)
-    with engine.eval_mode(), pytest.raises(BatchError, match="but the model has 0 to 7, and -1"):
+    with engine.eval_mode(), pytest.raises(BatchError, match=message):
         engine.forward_backward_batch(packed, forward_only=True, outputs=[HeadOutput.LOGPROB])
 
 

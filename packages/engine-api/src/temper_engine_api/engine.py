@@ -869,6 +869,17 @@ class BaseEngine(ReportedCalls, ABC):
             return duplicates; the base class keeps those of ranks with `topology.returns_outputs`.
         """
 
+    def _check_routed_experts(self, batch: PackedBatch) -> None:
+        """Check the column `ROUTED_EXPERTS` of a batch before `_run_micro_batches`.
+
+        Call `objective.check_routed_experts` with the sizes of the model. Required for
+        ROUTING_REPLAY.
+
+        Raises:
+            BatchError: If the model cannot replay them.
+        """
+        raise NotImplementedError
+
     def _collect_metrics(self) -> Mapping[str, Metric]:
         """Return engine metrics of the last call, such as `memory/allocated_gib`; empty by default.
 
@@ -1045,6 +1056,9 @@ class BaseEngine(ReportedCalls, ABC):
             )
         if returns_experts or ROUTED_EXPERTS in batch.columns:
             self.require(Capability.ROUTING_REPLAY)
+        if ROUTED_EXPERTS in batch.columns:
+            # Before the passes: with pipeline stages, an exception inside them breaks the group.
+            self._check_routed_experts(batch)
         run = partial(
             self._run_micro_batches,
             batch,

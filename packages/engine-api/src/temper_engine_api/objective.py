@@ -9,9 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import combinations
 from types import MappingProxyType
 from typing import ClassVar, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
 from temper_engine_api.batch import SequenceBatch
@@ -26,9 +28,10 @@ ROUTED_EXPERTS = "routed_experts"
 """Name of the [T, layers, K] int16 column with the experts that process each token.
 
 Layers are those with experts, in order. An engine with `Capability.ROUTING_REPLAY` sends the tokens
-to these experts, in training and in forward-only calls; -1 leaves the choice to the router. Gate
-weights are computed from the router's logits as usual, and are differentiable. A sampler records
-choices when a token is the input, so a sequence's last token has none.
+to these experts, in training and in forward-only calls; -1 for all K leaves the choice to the
+router. The K experts of a token differ. Gate weights are computed from the router's logits as
+usual, and are differentiable. A sampler records choices when a token is the input, so a sequence's
+last token has none.
 """
 
 
@@ -73,6 +76,47 @@ def get_logprob_at_ids(batch: SequenceBatch) -> Tensor:
             "token ids."
         )
     return batch.columns[LOGPROB_AT_IDS]
+
+
+def check_routed_experts(batch: SequenceBatch, *, num_layers: int, num_experts: int) -> None:
+    """Check that routers could have made the choices in the column `ROUTED_EXPERTS`.
+
+    Waits once for the device of the batch. Dummies may have any experts.
+
+    Args:
+        batch: A batch with this column.
+        num_layers: Number of layers of the model that have experts.
+        num_experts: Number of experts in each of them.
+
+    Raises:
+        BatchError: If the column has another number of layers, an expert that does not exist, a
+            token that goes to one expert twice, or -1 for some of a token's K experts only.
+    """
+    choices = batch.columns[ROUTED_EXPERTS]
+    if choices.ndim != 3 or choices.shape[1] != num_layers:
+        raise BatchError(
+            f"column {ROUTED_EXPERTS!r} has shape {tuple(choices.shape)}, but must be [tokens, "
+            f"layers, experts per token] with the {num_layers} layers of the model that have "
+            "experts: record the choices with the same model."
+        )
+    if not choices.numel():
+        return
+    # Contiguous, because each is compared with all others.
+    columns = [each.contiguous() for each in choices.unbind(-1)]
+    is_open = columns[0] < 0
+    is_wrong = torch.zeros_like(is_open)
+    for each in columns:
+        is_wrong |= (each < -1) | (each >= num_experts) | ((each < 0) != is_open)
+    for one, other in combinations(columns, 2):
+        is_wrong |= (one == other) & ~is_open
+    is_wrong &= ~batch.is_dummy[batch.sequence_index][:, None]
+    if is_wrong.any():
+        raise BatchError(
+            f"column {ROUTED_EXPERTS!r} sends a token to experts {choices[is_wrong][0].tolist()}, "
+            f"but the model has 0 to {num_experts - 1}, the experts of a token differ, and only -1 "
+            "for all of them leaves the choice to the router: record the choices with the same "
+            "model."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -355,6 +355,10 @@ FAULTY_ENGINES = (
         ),
     ),
     FaultyEngine(
+        inputs.AcceptsAnyExperts,
+        ("test_router::test_experts_that_no_router_chooses_are_refused",),
+    ),
+    FaultyEngine(
         inputs.ReturnsLayersInReverse,
         ("test_router::test_returned_experts_are_those_of_transformers_or_the_prescribed_ones",),
     ),

@@ -305,6 +305,13 @@ class IgnoresPrescribedExperts(DataParallelOracle):
         return super()._compute_sequence(replace(sequence, columns=kept), **arguments)
 
 
+class AcceptsAnyExperts(DataParallelOracle):
+    """Does not check the experts that a batch prescribes."""
+
+    def _check_routed_experts(self, batch):
+        pass
+
+
 class ReplaysLayersInReverse(DataParallelOracle):
     """Sends tokens in the first layer to the experts that are prescribed for the last one."""
 

@@ -23,9 +23,15 @@ from temper_engine_api.checkpoint.saved_state import (
 from temper_engine_api.determinism import use_deterministic_algorithms
 from temper_engine_api.distributed.process_group import gather_objects
 from temper_engine_api.engine import BaseEngine
-from temper_engine_api.errors import CapabilityError, EngineStateError
+from temper_engine_api.errors import BatchError, CapabilityError, EngineStateError
 from temper_engine_api.metrics import LazyMetrics, Metric
-from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import (
+    ROUTED_EXPERTS,
+    HeadOutput,
+    HeadOutputs,
+    MicroBatchLoss,
+    check_routed_experts,
+)
 from temper_engine_api.specs import EngineConfig
 from temper_engine_api.topology import Axis, PlanConstraints, Topology
 from temper_engine_api.weights import NamedWeight, TrainingState, check_saved_entries
@@ -175,6 +181,15 @@ class FSDPEngine(BaseEngine):
             self._router_metrics = {} if routers is None or forward_only else routers.pop_metrics()
         # Sequence-parallel ranks have the same outputs; the first one returns them.
         return head_outputs if self.topology.returns_outputs else None
+
+    def _check_routed_experts(self, batch: PackedBatch) -> None:
+        routers = self._components.routers
+        if routers is None:
+            raise BatchError(
+                f"the batch has column {ROUTED_EXPERTS!r}, but the model has no routers that can "
+                "replay it: remove it, and set compile_layers to false."
+            )
+        check_routed_experts(batch, num_layers=routers.num_routers, num_experts=routers.num_experts)
 
     def _collect_metrics(self) -> Mapping[str, Metric]:
         memory, speed = (

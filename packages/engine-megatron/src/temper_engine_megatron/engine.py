@@ -129,6 +129,9 @@ class MegatronEngine(BaseEngine):
         self._router_metrics = {} if forward_only else runner.pop_router_metrics()
         return head_outputs
 
+    def _check_routed_experts(self, batch: PackedBatch) -> None:
+        self._components.runner.check_routed_experts(batch)
+
     def _collect_metrics(self) -> Mapping[str, Metric]:
         return self._router_metrics
 

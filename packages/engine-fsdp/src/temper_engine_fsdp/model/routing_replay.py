@@ -73,36 +73,6 @@ class ReplayedChoice(TorchFunctionMode):
             )
 
 
-def check_choices(choices: Tensor, *, num_routers: int, num_experts: int) -> None:
-    """Check that a batch's column of experts fits the model.
-
-    Args:
-        choices: Column of a batch or micro-batch, on the CPU; see `ROUTED_EXPERTS`.
-        num_routers: Number of layers with experts whose routers can replay.
-        num_experts: Number of experts in each of these layers.
-
-    Raises:
-        BatchError: If the column has another number of layers, or experts that do not exist.
-    """
-    if not num_routers:
-        raise BatchError(
-            f"the batch has column {ROUTED_EXPERTS!r}, but the model has no routers that can "
-            "replay it: remove it, and set compile_layers to false."
-        )
-    if choices.ndim != 3 or choices.shape[1] != num_routers:
-        raise BatchError(
-            f"column {ROUTED_EXPERTS!r} has shape {tuple(choices.shape)}, but must be [tokens, "
-            f"layers, experts per token] with the {num_routers} layers of the model that have "
-            "experts: record the choices with the same model."
-        )
-    if choices.numel() and not (choices.min() >= -1 and choices.max() < num_experts):
-        raise BatchError(
-            f"column {ROUTED_EXPERTS!r} has experts {int(choices.min())} to {int(choices.max())}, "
-            f"but the model has 0 to {num_experts - 1}, and -1 leaves the choice to the router: "
-            "record the choices with the same model."
-        )
-
-
 def take_choices(
     batch: SequenceBatch, *, sequence_group: SequenceGroup | None, device: torch.device
 ) -> Tensor | None:

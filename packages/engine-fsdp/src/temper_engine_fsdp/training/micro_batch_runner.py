@@ -13,12 +13,11 @@ from torch import Tensor
 
 from temper_engine_api.batch import PackedBatch, SequenceBatch, from_sequences
 from temper_engine_api.errors import CapabilityError
-from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import HeadOutput, HeadOutputs, MicroBatchLoss
 from temper_engine_api.updates import LossScale
 from temper_engine_fsdp.model.expert_routers import ExpertRouters
 from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.pack_layout import PackLayout
-from temper_engine_fsdp.model.routing_replay import check_choices
 from temper_engine_fsdp.model.sequence_parallel import SequenceGroup
 from temper_engine_fsdp.runtime.collective_tracer import CollectiveTracer
 from temper_engine_fsdp.sharding.sharded_module import ShardedModule
@@ -59,14 +58,6 @@ class MicroBatchRunner:
         reduce_gradients: bool,
     ) -> list[HeadOutputs]:
         """Return each micro-batch's detached outputs; see `BaseEngine._run_micro_batches`."""
-        if ROUTED_EXPERTS in batch.columns:
-            # Before the pass: FSDP2 cannot be reset before its first one.
-            routers = self._routers
-            check_choices(
-                batch.columns[ROUTED_EXPERTS],
-                num_routers=0 if routers is None else routers.num_routers,
-                num_experts=0 if routers is None else routers.num_experts,
-            )
         returns_experts = HeadOutput.ROUTED_EXPERTS in requested_outputs
         if returns_experts and self._routers is None:
             raise CapabilityError(

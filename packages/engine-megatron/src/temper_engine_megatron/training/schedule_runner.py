@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from temper_engine_api.batch import PackedBatch
 from temper_engine_api.errors import BatchError, CapabilityError
 from temper_engine_api.metrics import Metric, compute_load_metrics
-from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import (
+    ROUTED_EXPERTS,
+    HeadOutput,
+    HeadOutputs,
+    MicroBatchLoss,
+    check_routed_experts,
+)
 from temper_engine_megatron.bridge_compat.bridge_translation import find_sparse_layers
 from temper_engine_megatron.model.gpt_chunks import ModelChunks
 from temper_engine_megatron.model.micro_batch_layout import (
@@ -90,7 +96,6 @@ class ScheduleRunner:
                 f"output {HeadOutput.ROUTED_EXPERTS.value!r} was requested, but the model has no "
                 "experts: do not request it."
             )
-        self._check_prescribed_experts(batch)
         trained_tokens = batch.denominators.tokens
         local_batches = [
             build_local_micro_batch(
@@ -148,26 +153,24 @@ class ScheduleRunner:
             if layer.layer_number - 1 in sparse_layers
         ]
 
-    def _check_prescribed_experts(self, batch: PackedBatch) -> None:
-        column, config = batch.columns.get(ROUTED_EXPERTS), self._chunks.transformer_config
-        if column is None:
-            return
+    def check_routed_experts(self, batch: PackedBatch) -> None:
+        """Check a batch's column of experts; see `BaseEngine._check_routed_experts`."""
+        config = self._chunks.transformer_config
         if not config.num_moe_experts:
             raise BatchError(
                 f"the batch has column {ROUTED_EXPERTS!r}, but the model has no experts: remove it."
             )
-        expected = (batch.num_tokens, len(find_sparse_layers(config)), config.moe_router_topk)
-        if column.shape != expected:
+        check_routed_experts(
+            batch,
+            num_layers=len(find_sparse_layers(config)),
+            num_experts=config.num_moe_experts,
+        )
+        num_chosen = batch.columns[ROUTED_EXPERTS].shape[2]
+        if num_chosen != config.moe_router_topk:
             raise BatchError(
-                f"column {ROUTED_EXPERTS!r} has shape {tuple(column.shape)}, but must be [tokens, "
-                f"layers with experts, experts per token], here {expected}: record the choices "
-                "with the same model."
-            )
-        if column.numel() and not (column.min() >= -1 and column.max() < config.num_moe_experts):
-            raise BatchError(
-                f"column {ROUTED_EXPERTS!r} has experts {int(column.min())} to "
-                f"{int(column.max())}, but the model has 0 to {config.num_moe_experts - 1}, and -1 "
-                "leaves the choice to the router: record the choices with the same model."
+                f"column {ROUTED_EXPERTS!r} has {num_chosen} experts for each token and layer, "
+                f"but the model chooses {config.moe_router_topk}: record the choices with the same "
+                "model."
             )
 
     def _run_micro_batches(

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from temper_engine_api.conformance.oracle.oracle_routers import (
     OracleConfig,
     RouterPass,
     count_loads,
+    find_routers,
     join_experts,
     record_routers,
     replay_experts,
@@ -43,7 +44,13 @@ from temper_engine_api.engine import BaseEngine, ObjectT
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.hooks import DEFAULT_OUTPUT
 from temper_engine_api.metrics import Metric, compute_load_metrics
-from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput, HeadOutputs, MicroBatchLoss
+from temper_engine_api.objective import (
+    ROUTED_EXPERTS,
+    HeadOutput,
+    HeadOutputs,
+    MicroBatchLoss,
+    check_routed_experts,
+)
 from temper_engine_api.specs import EngineConfig, OptimizerSpec
 from temper_engine_api.topology import Topology
 from temper_engine_api.vision_language import list_encoder_modules
@@ -146,6 +153,11 @@ class OracleEngine(BaseEngine):
             total = self._sum_over_data_parallel(torch.stack(loads).sum(0))
             self._router_metrics |= compute_load_metrics(total)
         return results
+
+    def _check_routed_experts(self, batch: PackedBatch) -> None:
+        routers = find_routers(self.model)
+        num_experts = min((len(cast(Tensor, router.weight)) for router in routers), default=0)
+        check_routed_experts(batch, num_layers=len(routers), num_experts=num_experts)
 
     def _compute_router_loss(
         self, passes: list[list[RouterPass]], batch: PackedBatch, micro: SequenceBatch

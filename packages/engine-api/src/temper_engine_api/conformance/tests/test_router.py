@@ -12,8 +12,9 @@ from temper_engine_api.conformance.harness.measurements import (
     measure_outputs,
     measure_update,
     merge_update_metrics,
+    rank_slice,
 )
-from temper_engine_api.conformance.harness.rank import EngineSetup
+from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
     GRADIENT,
     LOGPROB,
@@ -24,6 +25,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.inputs.tiny_models import EXPERTS, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 
 pytestmark = pytest.mark.moe
@@ -120,6 +122,32 @@ def test_log_probs_with_replayed_experts_match_transformers(
             quantity="log-probs with replayed experts",
             batch=batch,
             num_ranks=engine_under_test.num_data_ranks,
+        )
+
+
+@pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
+@pytest.mark.parametrize(
+    "experts",
+    [(-2, -2), (0, int(str(EXPERTS["num_experts"]))), (1, 1), (-1, 1), (1, -1)],
+    ids=["negative", "unknown", "repeated", "only_second", "only_first"],
+)
+def test_experts_that_no_router_chooses_are_refused(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, experts: tuple[int, int]
+) -> None:
+    """A token needs different experts that exist, or -1 for all of them."""
+    batch = prescribe_experts(oracle)
+    batch.columns[ROUTED_EXPERTS][:, 1] = torch.tensor(experts, dtype=torch.int16)
+    engine_under_test.run(replay_refused_experts, setup=make_setup(oracle), batch=batch)
+
+
+def replay_refused_experts(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> None:
+    """Run a batch whose experts the engine must refuse."""
+    engine = rank.cached_engine(setup)
+    with engine.eval_mode(), pytest.raises(BatchError, match=ROUTED_EXPERTS):
+        engine.forward_backward_batch(
+            rank_slice(engine, batch, split=ONE_MICRO_BATCH),
+            forward_only=True,
+            outputs=[HeadOutput.LOGPROB],
         )
 
 
