@@ -2,6 +2,7 @@
 
     python -m tools.repeat_bitwise [--times 20] [--group trainer] [--expression EXPR] [--restart]
     python -m tools.repeat_bitwise --parallel 8 --budget-s 500 --record FILE   # on a larger host
+    python -m tools.repeat_bitwise --parallel 24 --share-processors --condition "under load"
     python -m tools.repeat_bitwise --add FILE                                 # its results
 
 A pytest process runs the tests of one file with the mark `bitwise`, or the conformance kit, five
@@ -13,7 +14,12 @@ Results are stored in docs/records/bitwise.json as soon as a process ends, and l
 the tests that have fewer repetitions, also at later commits: all together take several hours. Then
 the table of all results in docs/records/bitwise.md is replaced; the text below it is kept.
 
-With `--parallel N`, N processes run at the same time, each on its own part of the processors.
+With `--parallel N`, N processes run at the same time, each on its own part of the processors. Under
+load, other programs compute on that part, which wastes two thirds of it. With `--share-processors`,
+more repetitions than processors run on all of them and are each other's load.
+
+With `--apart`, each test has its own processes: for tests that take minutes, since a process that
+the budget stops loses its repetitions.
 
 The groups engine-api and engine-fsdp also run on a host where Temper is not installed. It needs
 torch, transformers, peft, pytest and hypothesis,
@@ -21,6 +27,7 @@ torch, transformers, peft, pytest and hypothesis,
 """
 
 import argparse
+import itertools
 import json
 import os
 import shutil
@@ -158,7 +165,8 @@ class Record:
             "",
             "Written by `nox -s bitwise`, which repeats every test with the mark `bitwise`, in",
             "several processes with up to five repetitions each.",
-            "Under load, two other processes per processor compute in bursts of random length.",
+            "Under load, two other processes per processor compute in bursts of random length,",
+            "or more repetitions than processors run at the same time.",
             "",
             *(f"Host: {host}." for host in self.hosts),
             "",
@@ -199,15 +207,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--expression", default="", help="run only tests that this pytest -k expression selects"
     )
+    parser.add_argument(
+        "--file",
+        action="append",
+        help="collect only this test file of the group; may be repeated",
+    )
     parser.add_argument("--restart", action="store_true", help="discard the stored repetitions")
     parser.add_argument(
         "--condition", choices=CONDITIONS, action="append", help="run only under this condition"
     )
-    parser.add_argument("--parallel", type=int, default=1, help="repetitions at the same time")
+    parser.add_argument("--parallel", type=int, default=1, help="processes at the same time")
+    parser.add_argument(
+        "--share-processors",
+        action="store_true",
+        help="as load, run more repetitions than processors on all of them",
+    )
+    parser.add_argument("--apart", action="store_true", help="run each test in its own processes")
     parser.add_argument("--budget-s", type=float, help="stop repetitions after this many seconds")
     parser.add_argument("--record", type=Path, default=STATE, help="file of the results")
     parser.add_argument("--add", type=Path, help="only add the record of another host")
     chosen = parser.parse_args(arguments)
+    if chosen.share_processors:
+        num_processors = len(os.sched_getaffinity(0))
+        if chosen.condition != ["under load"] or chosen.parallel <= num_processors:
+            parser.error(
+                "--share-processors makes repetitions compete: it needs --condition 'under load' "
+                f"and --parallel above the number of processors, {num_processors}"
+            )
     record = Record() if chosen.restart else Record.load(chosen.record)
     if chosen.add:
         record.merge(Record.load(chosen.add))
@@ -233,22 +259,27 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
     record.hosts += [host for host in (_describe_host(),) if host not in record.hosts]
     deadline = time.monotonic() + (chosen.budget_s or float("inf"))
     storing = threading.Lock()
-    free_groups = _divide_processors(chosen.parallel)
+    free_groups = (
+        [os.sched_getaffinity(0)] * chosen.parallel
+        if chosen.share_processors
+        else _divide_processors(chosen.parallel)
+    )
 
     def repeat(group: str, unit: Sequence[str], condition: str, times: int) -> None:
         left = deadline - time.monotonic()
         if left <= 0:
             return
         processors = free_groups.pop()
+        has_load = condition == "under load" and not chosen.share_processors
         try:
-            junit_xml = repeat_tests(
-                unit,
-                condition=condition,
-                expression=chosen.expression,
-                times=times,
-                processors=processors,
-                limit_s=left,
-            )
+            with _keep_busy(processors, num_programs=2 * len(processors) if has_load else 0):
+                junit_xml = repeat_tests(
+                    unit,
+                    expression=chosen.expression,
+                    times=times,
+                    processors=processors,
+                    limit_s=left,
+                )
         except subprocess.TimeoutExpired:
             print(f"{unit[-1]}: stopped, the time is over", flush=True)
             return
@@ -262,7 +293,7 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
     missing = [
         (round_number, group, unit, condition, times)
         for group in chosen.group or GROUPS
-        for arguments, tests in _collect_units(group, chosen.expression).items()
+        for arguments, tests in _collect_units(group, chosen.expression, chosen.file or ()).items()
         for condition in chosen.condition or CONDITIONS
         for round_number, (unit, times) in enumerate(
             _list_processes(record, group, arguments, tests, condition, chosen)
@@ -270,13 +301,26 @@ def _run_missing(record: Record, chosen: argparse.Namespace) -> None:
     ]
     # The first repetitions of all files come first, so that an interrupted run has tried every one.
     missing.sort(key=lambda process: process[0])
+    finished = threading.Event()
+
+    def compute_until_finished() -> None:
+        with _keep_busy(os.sched_getaffinity(0), num_programs=2):
+            finished.wait()
+
     with ThreadPoolExecutor(chosen.parallel) as pool:
         pending = [
             pool.submit(repeat, group, unit, condition, times)
             for _, group, unit, condition, times in missing
         ]
-        for result in pending:
-            result.result()
+        if chosen.share_processors:
+            # The last repetitions have fewer others to compete with, so programs replace those.
+            for _ in range(chosen.parallel - 1):
+                pool.submit(compute_until_finished)
+        try:
+            for result in pending:
+                result.result()
+        finally:
+            finished.set()
 
 
 def _list_processes(
@@ -291,7 +335,10 @@ def _list_processes(
     missing = {
         test: chosen.times - record.count(_name_test(group, test), condition) for test in tests
     }
-    for selected, times in split_repetitions(missing, per_process=chosen.per_process):
+    separate = [{test: number} for test, number in missing.items()] if chosen.apart else [missing]
+    for selected, times in itertools.chain.from_iterable(
+        split_repetitions(each, per_process=chosen.per_process) for each in separate
+    ):
         complete = [
             f"--deselect={test}"
             for test in tests
@@ -347,7 +394,6 @@ def _divide_processors(num_groups: int) -> list[set[int]]:
 def repeat_tests(
     unit: Sequence[str],
     *,
-    condition: str,
     expression: str,
     times: int,
     processors: set[int],
@@ -373,7 +419,7 @@ def repeat_tests(
     command += [*options, "--keep-duplicates", *[tests] * times]
     output = folder / "output.txt"
     try:
-        with _keep_busy(processors if condition == "under load" else set()), output.open("w") as to:
+        with output.open("w") as to:
             # Its own session and no pipe: what the tests started must not delay the end.
             process = subprocess.Popen(
                 command,
@@ -424,10 +470,17 @@ def _make_variables(folder: Path) -> dict[str, str]:
     }
 
 
-def _collect_units(group: str, expression: str) -> dict[tuple[str, ...], list[str]]:
+def _collect_units(
+    group: str, expression: str, files: Sequence[str]
+) -> dict[tuple[str, ...], list[str]]:
     """Return the ids of a group's tests by the arguments with which pytest repeats them.
 
     A unit is a file or, in the kit, all tests: they share the processes of its ranks.
+
+    Args:
+        group: Key of GROUPS.
+        expression: pytest's expression that selects tests; empty for all.
+        files: The only files to collect; empty for all. Not for the kit.
 
     Raises:
         RuntimeError: If pytest cannot collect them.
@@ -435,7 +488,7 @@ def _collect_units(group: str, expression: str) -> dict[tuple[str, ...], list[st
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "bitwise"]
     command += ["-p", "no:cacheprovider", *(["-k", expression] if expression else [])]
     collected = subprocess.run(
-        [*command, *GROUPS[group]], cwd=ROOT, capture_output=True, text=True, check=False
+        [*command, *(files or GROUPS[group])], cwd=ROOT, capture_output=True, text=True, check=False
     )
     if collected.returncode not in (0, NO_TESTS):
         raise RuntimeError(f"pytest cannot collect the tests of {group}:\n{collected.stdout}")
@@ -450,14 +503,14 @@ def _collect_units(group: str, expression: str) -> dict[tuple[str, ...], list[st
 
 
 @contextmanager
-def _keep_busy(processors: set[int]) -> Iterator[None]:
-    """Keep two processes per processor computing while the body runs."""
+def _keep_busy(processors: set[int], *, num_programs: int) -> Iterator[None]:
+    """Keep a number of processes computing on the processors while the body runs."""
     processor_list = ",".join(map(str, sorted(processors)))
     processes = [
         subprocess.Popen(
             ["taskset", "--cpu-list", processor_list, sys.executable, "-c", BUSY_PROGRAM]
         )
-        for _ in range(2 * len(processors))
+        for _ in range(num_programs)
     ]
     try:
         yield

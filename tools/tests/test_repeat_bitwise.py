@@ -84,7 +84,6 @@ def test_each_repetition_of_one_process_has_its_own_module_fixtures(
     tests.write_text(COUNTING_TEST)
     junit_xml = repeat_tests(
         (str(tests),),
-        condition="idle",
         expression="",
         times=3,
         processors=os.sched_getaffinity(0),
@@ -130,3 +129,58 @@ def test_only_tests_with_fewer_repetitions_run(
         "g: test_two::test_ab": 1,
         "g: test_two::test_c": 1,
     }
+
+
+SHARING_TEST = """
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+
+def count_busy_programs():
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(path.read_bytes())
+        except OSError:
+            pass
+    return sum(os.environ["BUSY_PROGRAM"].encode() in line for line in lines)
+
+
+@pytest.mark.bitwise
+@pytest.mark.parametrize("number", [1, 2])
+def test_competes(number):
+    assert len(os.sched_getaffinity(0)) == int(os.environ["NUM_PROCESSORS"])
+    until = time.monotonic() + 60
+    # Those of the other processes, once none of them has a repetition left.
+    while count_busy_programs() < 2 * (int(os.environ["NUM_PROCESSORS"]) - 1):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+"""
+
+
+def test_repetitions_on_shared_processors_are_each_others_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    num_processors = len(os.sched_getaffinity(0))
+    (tmp_path / "test_sharing.py").write_text(SHARING_TEST)
+    monkeypatch.setattr(repeat_bitwise, "ROOT", tmp_path)
+    monkeypatch.setattr(repeat_bitwise, "GROUPS", {"g": (".",)})
+    monkeypatch.setattr(
+        repeat_bitwise, "BUSY_PROGRAM", f"# {tmp_path}\n{repeat_bitwise.BUSY_PROGRAM}"
+    )
+    monkeypatch.setenv("TEMPER_COMMIT", "abc")
+    monkeypatch.setenv("BUSY_PROGRAM", str(tmp_path))
+    monkeypatch.setenv("NUM_PROCESSORS", str(num_processors))
+    path = tmp_path / "record.json"
+    arguments = ["--group", "g", "--times", "1", "--record", str(path), "--share-processors"]
+    arguments += ["--apart", "--parallel", str(num_processors + 1)]
+    with pytest.raises(SystemExit):
+        repeat_bitwise.main(arguments)
+    assert repeat_bitwise.main([*arguments, "--condition", "under load"]) == 0
+    stored = Record.load(path)
+    assert [stored.count(name, "under load") for name in stored.tests] == [1, 1]
+    assert [stored.count(name, "idle") for name in stored.tests] == [0, 0]
+    assert capsys.readouterr().out.count("test_sharing.py, under load: 1 more") == 2
