@@ -16,8 +16,9 @@ continues an interrupted measurement. `--parallel N` runs N of them on the GPU a
 curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 
 Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and `ray-ppo-megatron`
-need Ray and four GPUs. The runs `tool-sync` and `tool-async` need vLLM: name its interpreter with
-`--rollout-python`. They call a calculator at every `=`; the server and the actor share the GPU.
+need Ray and four GPUs. The runs `tool-sync`, `tool-async` and `vllm-distillation` need vLLM: name
+its interpreter with `--rollout-python`. The first two call a calculator at every `=`, and the third
+one has a vLLM server for the teacher, too. All servers and the actor share the GPU.
 Name runs with Ray or vLLM with `--runs`, also `grpo-te` and `grpo-te-float8`, which need
 TransformerEngine.
 """
@@ -115,6 +116,13 @@ _TOOL = (
 VLLM_RUNS: dict[str, tuple[str, ...]] = {
     "tool-sync": _TOOL,
     "tool-async": (*_TOOL, "loop=async", "asynchrony.max_staleness=2"),
+    "vllm-distillation": (
+        *RUNS["distillation"],
+        "rollout=vllm",
+        "rollout.max_concurrent=512",
+        "teachers.first.backend=vllm",
+        "teachers.first.engine.precision.compute=bf16",
+    ),
 }
 """Configuration overrides by run with a vLLM server."""
 _ON_FOUR_WORKERS = ("runtime.kind=ray", "actor.num_workers=4")
@@ -139,7 +147,8 @@ RAY_RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Configuration overrides by run with four Ray workers, each on its own GPU."""
-_VLLM_ON_GPU = ("rollout.vllm.gpu_memory_utilization=0.3", "weight_sync.transport=cuda_ipc")
+# With a fixed size, a server does not measure free memory while the teacher's takes some of it.
+_VLLM_ON_GPU = ("rollout.vllm.kv_cache_bytes=17179869184", "weight_sync.transport=cuda_ipc")
 _VLLM_ON_CPU = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true")
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
 SHORTEST_S = 75.0
@@ -174,7 +183,7 @@ def list_overrides(
     ]
     teacher = (
         [f"teachers.first.engine.model.path={out / TEACHER / 'huggingface'}"]
-        if name == "distillation"
+        if name in ("distillation", "vllm-distillation")
         else []
     )
     placement: list[str] = []

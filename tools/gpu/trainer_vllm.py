@@ -21,6 +21,7 @@ uniformly drawn tokens would have this mean length. A random model draws nearly 
 lengths are nearly geometric, up to `sampling.max_tokens`. Without it, all have that length.
 `--override` adds a setting to every job, and may be given several times. The state of AdamW for 8B
 does not fit on the actor's GPU, which torch.optim.SGD without `betas` and `weight_decay` avoids.
+The job `megatron_colocated` also needs the Megatron engine with its dependencies.
 The jobs `experts` and `experts_replayed` need a shape with experts, such as `--shape 30B-A3B-4L`.
 
 The image needs, in addition to this checkout: vllm==0.26.0 (with its dependencies,
@@ -148,6 +149,9 @@ JOBS: dict[str, Job] = {
     "colocated": _COLOCATED,
     "colocated_shared_memory": Job(
         gpus=1, overrides=("rollout.vllm.sleep_level=1", "rollout.vllm.gpu_memory_utilization=0.5")
+    ),
+    "megatron_colocated": replace(
+        _COLOCATED, overrides=(*_COLOCATED.overrides, "model_engine=megatron")
     ),
     "separate": _make_separate_job(2),
     "separate_tp2": _make_separate_job(3, per_server=2),
