@@ -24,12 +24,13 @@ def run_changed(code: str, **names: Any) -> dict[str, Any]:
     return names
 
 
-def test_preprocessing_that_copies_its_files_to_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", ["hdfs_io", "fs"])
+def test_preprocessing_that_copies_its_files_to_a_folder(tmp_path: Path, module: str) -> None:
     local = tmp_path / "local"
     local.mkdir()
     (local / "train.parquet").write_bytes(b"rows")
     code = (
-        "import argparse, os\nfrom verl.utils.hdfs_io import copy, exists, makedirs\n\n"
+        f"import argparse, os\nfrom verl.utils.{module} import copy, exists, makedirs\n\n"
         "if hdfs_dir is not None and not exists(hdfs_dir):\n    "
         "makedirs(os.path.dirname(hdfs_dir))\n"
         "    copy(src=local_dir, dst=hdfs_dir)\n"

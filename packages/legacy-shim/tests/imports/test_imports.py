@@ -6,6 +6,7 @@ And its table against the classes that it names.
 import ast
 import importlib
 import json
+import re
 import shutil
 import subprocess
 import time
@@ -15,6 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
+from temper_legacy_shim.imports import successors
 from temper_legacy_shim.imports.codemod import NotPythonError, change_imports
 from temper_legacy_shim.imports.successors import rows
 
@@ -120,6 +122,72 @@ def test_a_new_name_that_is_taken_is_imported_under_the_old_one() -> None:
         "from temper_trainer.runtime.worker_group import TrainingWorker as ActorRolloutRefWorker\n"
     )
     assert "class TrainingWorker(ActorRolloutRefWorker):" in changed
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            """from verl.utils.reward_score import gsm8k, math
+def compute_score(*text): return gsm8k.compute_score(*text) or math.compute_score(*text)
+""",
+            """from temper_legacy_shim.old_scores import gsm8k_score, math_score
+def compute_score(*text): return gsm8k_score(*text) or math_score(*text)
+""",
+        ),
+        (
+            "import copy\nfrom verl.utils import hdfs_io\nhdfs_io.copy(copy.copy('a'), 'b')\n",
+            """import copy
+from temper_legacy_shim.old_helpers import copy as hdfs_io_copy
+hdfs_io_copy(copy.copy('a'), 'b')
+""",
+        ),
+        (
+            "from verl.utils import hdfs_io\ncopy = hdfs_io_copy = hdfs_io.copy\n",
+            """from temper_legacy_shim.old_helpers import copy as hdfs_io_copy_
+copy = hdfs_io_copy = hdfs_io_copy_
+""",
+        ),
+    ],
+    ids=["own function of that name", "module of that name", "both names taken"],
+)
+def test_function_of_a_module_gets_a_name_that_the_file_does_not_use(
+    text: str, expected: str
+) -> None:
+    assert _change(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "middle", "after"),
+    [
+        ("if text:\n    ", "else:\n    ", "verl.utils.reward_score.gsm8k"),
+        ("try:\n    ", "except ImportError:\n    ", "mine"),
+    ],
+    ids=["two old modules", "an old module and another one"],
+)
+def test_name_that_two_imports_bind_stays(before: str, middle: str, after: str) -> None:
+    def script(first: str, second: str) -> str:
+        return f"{before}{first}\n{middle}{second}\nprint(compute_score)\n"
+
+    old = "from {} import compute_score"
+    new = "from temper_legacy_shim.old_scores import {}_score as compute_score"
+    assert _change(script(old.format("verl.utils.reward_score.math"), old.format(after))) == script(
+        new.format("math"), (old if after == "mine" else new).format(after.rpartition(".")[2])
+    )
+
+
+def test_module_that_two_imports_bind_is_left_to_a_person() -> None:
+    text = (
+        "try:\n    from verl.utils.reward_score import math\n"
+        "except ImportError:\n    from verl.utils.reward_score import math_reward as math\n"
+        "math.compute_score('a', 'b')\n"
+    )
+    changed = change_imports(text.encode(), keeps_legacy=False)
+    assert changed.content.decode() == text
+    assert [(remark.line, bool(remark.what_to_do)) for remark in changed.remarks] == [
+        (2, True),
+        (4, True),
+    ]
 
 
 def test_imports_inside_blocks_and_on_shared_lines_keep_their_position() -> None:
@@ -241,6 +309,34 @@ def test_a_long_file_takes_less_than_a_fifth_of_a_second() -> None:
         change_imports(content, keeps_legacy=False)
         seconds.append(time.process_time() - start)
     assert min(seconds) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("old", "advice"),
+    [
+        ("verl.trainer.ppo.core_algos.register_adv_est", "algorithm.advantage"),
+        ("verl.utils.torch_functional.get_cosine_schedule_with_warmup", "transformers has"),
+        ("verl.utils.torch_functional.masked_mean", "an engine computes"),
+        ("verl.protocol.unpad_dataproto", "--keep-legacy takes it from temper_legacy_shim.data"),
+        ("verl.utils.fsdp_utils.offload_fsdp_optimizer", "docs/engines/fsdp.md"),
+        ("verl.utils.hdfs_io", "no use was found"),
+        ("verl.workers.agent.mine", "keep a copy of the function"),
+    ],
+)
+def test_name_without_a_successor_comes_with_advice(old: str, advice: str) -> None:
+    module, _, name = old.rpartition(".")
+    changed = change_imports(f"from {module} import {name}\n".encode(), keeps_legacy=False)
+    (remark,) = changed.remarks
+    assert not remark.new
+    assert advice in remark.what_to_do
+
+
+def test_pages_that_advice_names_exist() -> None:
+    table = Path(successors.__file__).parent / "data/successors.tsv"
+    root = Path(__file__).parents[4]
+    for page, anchor in re.findall(r"(docs/[\w/-]+\.md)(?:#([\w-]+))?", table.read_text()):
+        text = (root / page).read_text().lower()
+        assert not anchor or f"## {anchor.replace('-', ' ')}\n" in text
 
 
 def test_texts_and_stars_are_left_to_a_person() -> None:

@@ -151,15 +151,21 @@ class _Changer:
 
     def change(self, tree: ast.Module) -> None:
         """Look at every import and every use, then replace both."""
+        blocks = list(_blocks(tree))
         statements = [
-            node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
+            node
+            for block in blocks
+            for node in block
+            if isinstance(node, (ast.Import, ast.ImportFrom))
         ]
         imported, modules = _old_imports(statements)
         self._full = self._group_by_module(modules)
-        for old in [*imported, *(old for names in self._full.values() for old in names)]:
-            successor = self._successor(old)
-            if successor is not None:
+        for old in imported:
+            if (successor := self._successor(old)) is not None:
                 self._renamed[old] = self._new_name(old, successor)
+        for old in (old for names in self._full.values() for old in names):
+            if (successor := self._successor(old)) is not None and old not in self._renamed:
+                self._renamed[old] = self._unused_name(old, successor)
         self._change_uses()
         for node in self.names.texts:
             if isinstance(node.value, str) and _OLD_NAME.fullmatch(node.value):
@@ -171,7 +177,7 @@ class _Changer:
                         what_to_do="this is a text: change it by hand",
                     )
                 )
-        for block in _blocks(tree):
+        for block in blocks:
             self._change_block(block)
 
     def _successor(self, old: str) -> Successor | None:
@@ -182,12 +188,24 @@ class _Changer:
         name, before = successor.target.partition(":")[2], old.rpartition(".")[2]
         if before in self.staying:
             return before
-        others = {each for key, each in self._renamed.items() if self._successor(key) != successor}
-        return (
-            name
-            if name == before or (name not in self.names.all and name not in others)
-            else before
-        )
+        is_taken = name in self.names.all or name in self._names_of_others(successor)
+        return before if is_taken else name
+
+    def _unused_name(self, old: str, successor: Successor) -> str:
+        """Return a name for an attribute of a module, which the file had under no name yet.
+
+        The successor's own name may be one of the file: ``hdfs_io.copy`` next to ``import copy``.
+        """
+        taken = self.names.variables | self._names_of_others(successor)
+        module, name = old.split(".")[-2], successor.target.partition(":")[2]
+        if name in taken:
+            name = f"{module}_{name}"
+        while name in taken:
+            name += "_"
+        return name
+
+    def _names_of_others(self, successor: Successor) -> set[str]:
+        return {each for key, each in self._renamed.items() if self._successor(key) != successor}
 
     def _remark(self, line: int, old: str) -> None:
         successor = self._successor(old)
@@ -371,12 +389,15 @@ def _old_imports(statements: Sequence[_ImportNode]) -> tuple[list[str], list[str
     return names, modules
 
 
-def _blocks(tree: ast.AST) -> Iterator[Sequence[ast.stmt]]:
-    for node in ast.walk(tree):
+def _blocks(tree: ast.Module) -> Iterator[Sequence[ast.stmt]]:
+    # Not ast.walk(), which visits expressions, too: they hold no statements.
+    pending: list[ast.AST] = [tree]
+    for node in pending:
         for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list):
-                yield block
+            block: list[ast.stmt] = getattr(node, name, [])
+            yield block
+            pending += block
+        pending += [*getattr(node, "handlers", []), *getattr(node, "cases", [])]
 
 
 def _on_one_line(block: Sequence[ast.stmt]) -> Iterator[list[ast.stmt]]:

@@ -16,21 +16,22 @@ class _Scope:
 
     parent: "_Scope | None"
     is_class: bool = False
-    imported: dict[str, str] = field(default_factory=dict)
-    """Names bound by imports of the old package, with the full old name."""
+    imported: dict[str, set[str]] = field(default_factory=dict)
+    """Names bound by imports, with the full name of each import."""
     bound: set[str] = field(default_factory=set)
     """Names bound in any way."""
     elsewhere: dict[str, "_Scope"] = field(default_factory=dict)
     """Names that are declared global or nonlocal."""
 
     def find(self, name: str) -> str | None:
-        """Return the full old name a name stands for here; None for any other name."""
+        """Return the full old name a name stands for here; None if several imports bind it."""
         scope: _Scope | None = self
         while scope is not None:
             if name in scope.elsewhere:
                 return scope.elsewhere[name].find(name)
             if name in scope.bound and (not scope.is_class or scope is self):
-                return scope.imported.get(name)
+                full, *others = scope.imported.get(name, {""})
+                return full if not others and full.partition(".")[0] == PACKAGE else None
             scope = scope.parent
         return None
 
@@ -40,6 +41,8 @@ class CodeNames:
     uses: list[tuple[ast.Name | ast.Attribute, str]]
     """Expressions by the old name they stand for, longest part first."""
     all: set[str]
+    variables: set[str]
+    """Identifiers without those that only follow a dot."""
     fixed: set[str]
     """Identifiers that cannot get another name: defined, declared, or used inside f-strings."""
     texts: list[ast.Constant]
@@ -49,7 +52,13 @@ def names_in(tree: ast.Module) -> CodeNames:
     """Resolve the names of a file by scope."""
     collector = _Collector()
     collector.visit_block(tree, _Scope(parent=None))
-    names = CodeNames(uses=[], all=collector.all, fixed=collector.fixed, texts=collector.texts)
+    names = CodeNames(
+        uses=[],
+        all=collector.all | collector.variables,
+        variables=collector.variables,
+        fixed=collector.fixed,
+        texts=collector.texts,
+    )
     for node, scope, in_text in collector.expressions:
         chain = list(_chain(node))
         root = chain[-1]
@@ -82,6 +91,7 @@ class _Collector:
     def __init__(self) -> None:
         self.expressions: list[tuple[ast.Name | ast.Attribute, _Scope, bool]] = []
         self.all: set[str] = set()
+        self.variables: set[str] = set()
         self.fixed: set[str] = set()
         self.texts: list[ast.Constant] = []
         self._is_in_text = False
@@ -118,7 +128,7 @@ class _Collector:
             self.all.add(part.attr)
             part = part.value
         if isinstance(part, ast.Name):
-            self.all.add(part.id)
+            self.variables.add(part.id)
             if not isinstance(part.ctx, ast.Load):
                 scope.bound.add(part.id)
             self.expressions.append((node, scope, self._is_in_text))
@@ -130,10 +140,14 @@ class _Collector:
         for alias in node.names:
             name = alias.asname or alias.name.partition(".")[0]
             full = f"{module}.{alias.name}" if module else alias.name if alias.asname else name
-            self.all.update((name, *alias.name.split(".")))
+            self.all.update(alias.name.split("."))
+            self.variables.add(name)
             scope.bound.add(name)
-            if full.partition(".")[0] == PACKAGE:
-                scope.imported[name] = full
+            imports = scope.imported.setdefault(name, set())
+            imports.add(full)
+            # Such as in two branches, or after ImportError: which of them ran is not known here.
+            if len(imports) > 1:
+                self.fixed.add(name)
 
     def _definition(self, node: ast.AST, scope: _Scope) -> None:
         outside: list[ast.AST] = []  # is evaluated around the definition
@@ -191,7 +205,7 @@ class _Collector:
         while isinstance(node, ast.Global) and target.parent is not None:
             target = target.parent
         for name in node.names:
-            self.all.add(name)
+            self.variables.add(name)
             self.fixed.add(name)
             if target is not scope:
                 scope.elsewhere[name] = target
@@ -206,7 +220,7 @@ class _Collector:
             self.all.add(node.arg)
 
     def _fix(self, name: str, scope: _Scope) -> None:
-        self.all.add(name)
+        self.variables.add(name)
         scope.bound.add(name)
-        if scope.imported.get(name) is not None or scope.parent is None:
+        if name in scope.imported or scope.parent is None:
             self.fixed.add(name)

@@ -77,6 +77,7 @@ def is_module(name: str) -> bool:
 
 
 def advice_for(name: str) -> str:
+    """Return what to do about an old name without a successor."""
     result = next(
         (
             advice
@@ -85,6 +86,12 @@ def advice_for(name: str) -> str:
         ),
         "",
     )
+    module, _, attribute = name.rpartition(".")
+    if target := MODULES.get(module, {}).get(attribute):
+        here = f"temper-migrate imports --keep-legacy takes it from {target.partition(':')[0]}"
+        return f"{here}; otherwise, {result}" if result else here
+    if not result and is_module(name):
+        return "no use was found that could be changed: remove the import, or change it by hand"
     return result or (
         "there is no such thing in Temper: keep a copy of the function in your own code, or "
         "do without"
