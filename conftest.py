@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ os.environ.setdefault(TEST_DATA, str(DEFAULT_TEST_DATA))
 # takes seconds, while they are imported, whenever an engine is closed, and at exit.
 gc.disable()
 atexit.register(gc.freeze)
+
+_num_modules = 0
 
 _HOME = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 _POINT_INTO_HOME = ("HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME")
@@ -66,6 +69,15 @@ def pytest_collection_finish() -> None:
     """Collect garbage from now on, but not among the modules that tests have imported."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_runtest_logfinish() -> None:
+    """Leave out the modules that the tests have imported since, such as those of transformers."""
+    global _num_modules
+    if len(sys.modules) > _num_modules + 100:
+        _num_modules = len(sys.modules)
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -1,7 +1,9 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.config_loading.composition import Layer
@@ -93,6 +95,16 @@ def test_multi_line_template_is_written_unchanged(tmp_path: Path) -> None:
         yaml.safe_load((tmp_path / "config.yaml").read_text())["data"]["prompt_template"]
         == "first\n\n  {prompt}: x # y\n"
     )
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "a\u2028b", "a\u00a0é😀", "'\"#: ", "1e3", "yes", ""])
+def test_text_is_read_again_as_it_was(text: str, tmp_path: Path) -> None:
+    loaded = load(RL)
+    texts = [f"{text} {'x' * 200} {text}", text]
+    assert isinstance(loaded.resolved["sampling"], dict)
+    sampling = loaded.resolved["sampling"] | {"stop": texts}
+    write_resolved(replace(loaded, resolved=loaded.resolved | {"sampling": sampling}), tmp_path)
+    assert OmegaConf.load(tmp_path / "config.yaml")["sampling"]["stop"] == texts
 
 
 def test_digest_does_not_depend_on_folder_length_or_logging() -> None:

@@ -1,7 +1,7 @@
 """A run's resolved configuration: values, origins, and the files that record them."""
 
 import json
-import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,31 @@ from temper_trainer.config_loading.composition import DIGEST_PREFIX
 from temper_trainer.config_loading.schema import Plain, to_plain
 from temper_trainer.metrics.run_files import choose_superseded_path
 
+MAX_LINE_LENGTH = 2**31 - 1
+"""The greatest width of libyaml, so that no value is divided into several lines."""
+
+
+class _Dumper(yaml.CSafeDumper):
+    """Puts texts in quotes that OmegaConf would read as numbers, such as 1e3.
+
+    PyYAML's own emitter takes three times as long, and loses line breaks of Unicode.
+    """
+
+
+_Dumper.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*[eE][-+]?\d+$"), list("-+0123456789")
+)
+
 
 def format_value(value: object) -> str:
     """Format a value, list or mapping on one line of YAML."""
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value, ensure_ascii=False)
-    text = yaml.safe_dump(
+    text = yaml.dump(
         to_plain(value),
+        Dumper=_Dumper,
         default_flow_style=True,
-        width=math.inf,
+        width=MAX_LINE_LENGTH,
         allow_unicode=True,
         sort_keys=False,
     )
@@ -76,7 +92,13 @@ def write_resolved(loaded: LoadedConfig, directory: Path) -> None:
     ``*.superseded-N.yaml``.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    origins = yaml.safe_dump(dict(loaded.origins), sort_keys=False, allow_unicode=True, width=1000)
+    origins = yaml.dump(
+        dict(loaded.origins),
+        Dumper=_Dumper,
+        width=MAX_LINE_LENGTH,
+        allow_unicode=True,
+        sort_keys=False,
+    )
     _write(directory / "config.yaml", format_config(loaded))
     _write(directory / "config_origins.yaml", f"{DIGEST_PREFIX}{loaded.digest}\n{origins}")
 

@@ -130,6 +130,12 @@ def collect_keys(
     cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
 ) -> dict[str, Entry]:
     """Return all dotted keys below a dataclass in order, including nested dataclasses."""
+    return dict(_collect_keys(cls, engine_class, prefix))
+
+
+# A load asks for the keys of the whole configuration twice, which takes a twelfth of its time.
+@functools.cache
+def _collect_keys(cls: type, engine_class: type, prefix: str) -> Mapping[str, Entry]:
     collected: dict[str, Entry] = {}
     for entry in iterate_entries(cls, engine_class=engine_class):
         collected |= _collect_entry(entry, engine_class=engine_class, prefix=prefix)
