@@ -70,6 +70,8 @@ def test_parts_of_a_layout_are_one_run_in_the_report(tmp_path: Path, num_waiting
     assert (joined.num_deselected, joined.num_waiting) == (0, num_waiting)
 
 
+# Nightly: the kit's own tests interrupt and continue a run.
+@pytest.mark.nightly
 def test_interrupted_run_is_continued(tmp_path: Path) -> None:
     # As a run that was stopped after its first test leaves them; the kit's tests stop a real one.
     passed = ConformanceResult(

@@ -169,7 +169,14 @@ def test_joined_experts_are_read_once_and_split_by_names_in_files():
     assert len(tensor_reads) == len(set(tensor_reads)) == 6
 
 
-@pytest.mark.parametrize(("first", "before", "second", "after"), DIRECTIONS[:2])
+# Nightly: from FSDP to Megatron; an adapter of experts, below, takes that direction.
+@pytest.mark.parametrize(
+    ("first", "before", "second", "after"),
+    [
+        pytest.param(*DIRECTIONS[0].values, id=DIRECTIONS[0].id, marks=pytest.mark.nightly),
+        DIRECTIONS[1],
+    ],
+)
 def test_adapter_continues_in_the_other_engine(
     rank_pool, oracle, tmp_path, first, before, second, after
 ):

@@ -107,7 +107,8 @@ def replay(
     }
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+# Nightly: two ranks run what one rank does, and exchange gradients.
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.nightly), 2])
 def everyday(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:

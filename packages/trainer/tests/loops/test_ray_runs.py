@@ -170,6 +170,8 @@ def test_pipeline_and_tensor_parallel_megatron_trains_like_one_fsdp_rank(
     assert [row["step"] for row in rows(tmp_path / "two")] == [1, 2, 3]
 
 
+# Nightly: tests of the worker group kill a rank during a call, and those of faults resume runs.
+@pytest.mark.nightly
 def test_rank_killed_in_an_update_is_named_and_the_run_resumes_on_one_rank(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -310,6 +310,8 @@ def test_full_disk_at_start_up_and_in_the_last_report_names_the_saved_step(
     assert third.stderr.rstrip().endswith(named)
 
 
+# Nightly: test_faults.py starts a second process in the folder of a run, too.
+@pytest.mark.nightly
 def test_second_process_in_the_folder_of_a_run_changes_no_file(
     environment: dict[str, str], tmp_path: Path
 ) -> None:
