@@ -190,7 +190,15 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
     full = old(f"{A}.clip_ratio")
     low, high = old(f"{A}.clip_ratio_low"), old(f"{A}.clip_ratio_high")
     is_greedy = before_4 and old("actor_rollout_ref.rollout.val_kwargs.temperature") is None
-    samples = bool(old("actor_rollout_ref.rollout.val_kwargs.do_sample")) and not is_greedy
+    is_served = release(row) >= (0, 7) or (
+        release(row) >= (0, 4, 1)
+        and (is_async(row) or old("actor_rollout_ref.rollout.mode") == "async")
+    )
+    samples = is_served or (
+        bool(old("actor_rollout_ref.rollout.val_kwargs.do_sample")) and not is_greedy
+    )
+    val_temperature = old("actor_rollout_ref.rollout.val_kwargs.temperature")
+    eval_temperature = number(val_temperature) if samples else 0.0
     adapter = (
         "actor_rollout_ref.model.lora." if is_on_megatron(row) else "actor_rollout_ref.model.lora_"
     )  # each engine read its own
@@ -222,7 +230,10 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         "batching.num_passes": passes,
         "sampling.temperature": old("actor_rollout_ref.rollout.temperature"),
         "sampling.top_p": old("actor_rollout_ref.rollout.top_p"),
-        "sampling.top_k": max(0, int(number(old("actor_rollout_ref.rollout.top_k")))),
+        # Agent loops sent it to their servers since v0.7.1.
+        "sampling.top_k": 0
+        if is_served and (0, 5) <= release(row) < (0, 7, 1)
+        else max(0, int(number(old("actor_rollout_ref.rollout.top_k")))),
         "sampling.max_tokens": old("actor_rollout_ref.rollout.response_length"),
         "run.eval_sampling.max_tokens": old("actor_rollout_ref.rollout.response_length")
         if evaluation_frequency(old, row) is not None
@@ -237,14 +248,10 @@ def expectations(old: Old, row: Mapping[str, object]) -> dict[str, object]:
         * (int(per_call * passes) if is_async(row) else 1),
         "actor.engine.schedule.advance": "update" if is_async(row) else "rl_step",
         "actor.engine.lora.rank": rank,
-        "run.eval_sampling.temperature": number(
-            old("actor_rollout_ref.rollout.val_kwargs.temperature")
-        )
-        if samples
-        else 0.0,
+        "run.eval_sampling.temperature": eval_temperature,
         # Greedy completions of one prompt are equal, so their number has no effect.
         "run.eval_num_completions": int(number(old("actor_rollout_ref.rollout.val_kwargs.n") or 1))
-        if samples and old("data.val_files")
+        if eval_temperature and old("data.val_files")
         else 1,
         "data.shuffle": True if old("data.shuffle") is None else old("data.shuffle"),
     }

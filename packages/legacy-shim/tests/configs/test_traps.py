@@ -1272,11 +1272,59 @@ def test_the_optimal_token_baseline_says_what_it_estimates() -> None:
         )
 
 
-def test_greedy_training_is_a_question_however_it_was_reported() -> None:
-    for given in ("do_sample=False", "temperature=0"):
-        assert "greedy" in rules_found(
-            translated("v0.7.0", f"actor_rollout_ref.rollout.{given}"), "person"
-        )
+def test_greedy_training_is_a_question_of_the_samplers_that_read_it() -> None:
+    for version, given in (
+        ("v0.7.0", ("temperature=0",)),
+        ("v0.6.1", ("name=hf", "do_sample=False")),
+    ):
+        overrides = [f"actor_rollout_ref.rollout.{each}" for each in given]
+        assert "greedy" in rules_found(translated(version, *overrides), "person")
+    unread = translated("v0.6.1", "actor_rollout_ref.rollout.do_sample=False")
+    assert "greedy" not in rules_found(unread, "person")
+    assert "hf" in unread.tokens[-1].reason
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "expected"),
+    [
+        ("v0.9.1", "async", 0.6),
+        ("v0.7.0", "async", 0.6),
+        ("v0.6.1", "async", 0.6),
+        ("v0.6.1", "sync", 0.0),
+        ("v0.4.1", "async", 0.6),
+        ("v0.4.0", "sync", 0.0),
+    ],
+)
+def test_evaluation_by_servers_is_drawn_without_do_sample(
+    version: str, mode: str, expected: float
+) -> None:
+    block, files = "actor_rollout_ref.rollout", "data.val_files=/data/test.parquet"
+    given = (f"{block}.mode={mode}", f"{block}.val_kwargs.temperature=0.6")
+    result = translated(version, files, *given)
+    assert values(result).get("run.eval_sampling.temperature", 0.0) == expected
+
+
+@pytest.mark.parametrize(
+    ("version", "mode", "is_read"),
+    [
+        ("v0.4.1", "async", True),
+        ("v0.6.1", "sync", True),
+        ("v0.6.1", "async", False),
+        ("v0.7.0", "async", False),
+        ("v0.7.1", "async", True),
+    ],
+)
+def test_top_k_that_servers_did_not_take_is_reported(
+    version: str, mode: str, *, is_read: bool
+) -> None:
+    block, files = "actor_rollout_ref.rollout", "data.val_files=/data/test.parquet"
+    drawn = (f"{block}.val_kwargs.do_sample=True", f"{block}.val_kwargs.temperature=0.6")
+    given = (f"{block}.top_k=20", f"{block}.val_kwargs.top_k=30", f"{block}.mode={mode}")
+    result = translated(version, files, *drawn, *given)
+    new = values(result)
+    expected = (20, 30) if is_read else (0, 0)
+    assert (new.get("sampling.top_k", 0), new.get("run.eval_sampling.top_k", 0)) == expected
+    assert [finding.rule for finding in result.findings].count("top-k") == (0 if is_read else 2)
 
 
 def test_run_that_only_evaluates_is_not_called_greedy_training() -> None:

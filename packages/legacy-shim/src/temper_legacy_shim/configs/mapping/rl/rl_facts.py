@@ -43,6 +43,21 @@ def is_async(draft: Draft) -> bool:
     return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")
 
 
+def uses_servers(draft: Draft) -> bool:
+    """Check if a chat scheduler (v0.4.1) or agent loops asked servers for completions."""
+    # Since v0.7.0, init_workers of the trainer sets async_rollout_mode in any case.
+    mode = draft.text("actor_rollout_ref.rollout.mode")
+    is_chosen = draft.since("v0.4.1") and (mode == "async" or is_async(draft))
+    return draft.since("v0.7.0") or is_chosen
+
+
+def reads_top_k(draft: Draft) -> bool:
+    """Check if top_k had an effect: the first agent loops asked for temperature and top_p alone."""
+    # AgentLoopWorker.generate_sequences has top_k since v0.7.1. The server of v0.4.1 had it as a
+    # default of its OpenAI routes, which agent loops bypass.
+    return not uses_servers(draft) or draft.since("v0.7.1") or not draft.since("v0.5.0")
+
+
 def evaluation_key(draft: Draft) -> str:
     """Return the key of the evaluation's frequency; early asynchronous samplers evaluated."""
     return (

@@ -8,7 +8,9 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     advantage,
     is_async,
     is_one_step_off,
+    reads_top_k,
     response_key,
+    uses_servers,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS, world_size
 from temper_legacy_shim.configs.mapping.rules import apply_rules
@@ -34,23 +36,38 @@ def build_rollout(draft: Draft) -> None:
 
 
 def _sampling(draft: Draft) -> None:
-    apply_rules(draft, "temperature", "top-p", "top-k")
+    apply_rules(draft, "temperature", "top-p")
+    _top_k(draft, BLOCK, rule="top-k", new="sampling.top_k")
     draft.copy(
         "sampling.max_tokens", response_key(draft), rule="response-length", expected="number"
     )
     _prompt_limit(draft)
-    given = (
-        "do_sample is false" if draft.old.get(f"{BLOCK}.do_sample") is False else "temperature is 0"
-    )
-    is_greedy = given.startswith("do_sample") or draft.number(f"{BLOCK}.temperature") == 0
-    if is_greedy and not draft.switch("trainer.val_only"):
-        key = f"{BLOCK}.{given.partition(' ')[0]}"
-        draft.find("greedy", key, given=given)
+    # Samplers of vLLM and SGLang take it from a batch's meta_info, which training leaves out.
+    reads_do_sample = draft.text(f"{BLOCK}.name") == "hf"
+    if not reads_do_sample:
+        draft.explain_drop(f"{BLOCK}.do_sample", "in training only the sampler hf read it")
+    if draft.switch("trainer.val_only"):
+        pass
+    elif reads_do_sample and draft.old.get(f"{BLOCK}.do_sample") is False:
+        draft.find("greedy", f"{BLOCK}.do_sample", given="do_sample is false")
+    elif draft.number(f"{BLOCK}.temperature") == 0:
+        draft.find("greedy", f"{BLOCK}.temperature", given="temperature is 0")
     if draft.switch(f"{BLOCK}.ignore_eos"):
         draft.find("ignore-eos", f"{BLOCK}.ignore_eos")
     for key in _PARAMETERS:
-        if draft.old.is_set(key) and not draft.since("v0.7.0"):
+        if draft.old.is_set(key) and not (uses_servers(draft) and draft.since("v0.5.0")):
             draft.find("sampling-parameter", key, value=draft.old.get(key))
+
+
+def _top_k(draft: Draft, block: str, *, rule: str, new: str) -> None:
+    """Set top_k, or report one that the release's agent loops did not ask for."""
+    key = f"{block}.top_k"
+    if reads_top_k(draft):
+        apply_rules(draft, rule)
+        return
+    draft.explain_drop(key, f"agent loops of {draft.old.version} did not ask for it")
+    if (value := draft.integer(key) or 0) > 0:
+        draft.find("top-k.not-read", key, value=value, new=new)
 
 
 def _prompt_limit(draft: Draft) -> None:
@@ -65,20 +82,26 @@ def _prompt_limit(draft: Draft) -> None:
 
 def _eval_sampling(draft: Draft) -> None:
     block, new = f"{BLOCK}.val_kwargs", "run.eval_sampling"
-    samples = draft.switch(f"{block}.do_sample")
-    old = [f"{block}.do_sample", f"{block}.temperature"]
-    # do_sample=false overrides the temperature.
+    # Workers sampled greedily without do_sample, whatever the temperature. Servers never got
+    # do_sample: generate_sequences of the agent loops takes val_kwargs.temperature alone.
+    is_served = uses_servers(draft)
+    samples = is_served or draft.switch(f"{block}.do_sample")
+    old = [f"{block}.temperature"] if is_served else [f"{block}.do_sample", f"{block}.temperature"]
+    if is_served:
+        draft.explain_drop(f"{block}.do_sample", f"servers of {draft.old.version} did not read it")
     temperature = draft.number(f"{block}.temperature") if samples else 0.0
     if not draft.old.has(f"{block}.temperature"):  # before v0.3 evaluation was greedy
         temperature = 0.0
     draft.put(f"{new}.temperature", float(temperature or 0.0), rule="eval-temperature", old=old)
     if temperature:
-        apply_rules(draft, "eval-top-p", "eval-top-k", "eval-completions")
+        apply_rules(draft, "eval-top-p", "eval-completions")
+        _top_k(draft, block, rule="eval-top-k", new=f"{new}.top_k")
     else:
+        cause = "temperature is 0" if is_served else "do_sample is false"
         for name in ("temperature", "top_p", "top_k"):
             draft.explain_drop(
                 f"{block}.{name}",
-                "evaluation was greedy (val_kwargs.do_sample is false), so it was not read",
+                f"evaluation was greedy (val_kwargs.{cause}), so it had no effect",
             )
         draft.explain_drop(f"{block}.n", "evaluation was greedy, so all completions were equal")
     draft.copy(f"{new}.max_tokens", response_key(draft), rule="response-length", expected="number")
@@ -102,7 +125,7 @@ def _server(draft: Draft) -> None:
 def _refuse_truncated(draft: Draft) -> None:
     """Report truncation: the server's log-probs are not of the sampled distribution."""
     temperature, top_p = draft.number(f"{BLOCK}.temperature"), draft.number(f"{BLOCK}.top_p")
-    top_k = draft.integer(f"{BLOCK}.top_k") or 0
+    top_k = (draft.integer(f"{BLOCK}.top_k") or 0) if reads_top_k(draft) else 0
     if temperature in (None, 1) or (top_p in (None, 1) and top_k <= 0):
         return
     draft.find(
