@@ -1327,6 +1327,11 @@ def test_top_k_that_servers_did_not_take_is_reported(
     assert [finding.rule for finding in result.findings].count("top-k") == (0 if is_read else 2)
 
 
+def test_switch_that_removes_earlier_checkpoints_wins_over_their_number() -> None:
+    given = ("trainer.max_actor_ckpt_to_keep=5", "+trainer.remove_previous_ckpt_in_save=True")
+    assert values(translated("v0.4.1", *given))["run.max_ckpt_to_keep"] == 1
+
+
 def test_run_that_only_evaluates_is_not_called_greedy_training() -> None:
     greedy = "actor_rollout_ref.rollout.temperature=0"
     questions = rules_found(translated("v0.7.0", greedy, "trainer.val_only=True"), "person")

@@ -27,6 +27,7 @@ def build_run(draft: Draft) -> None:
     if evaluates(draft):
         apply_rules(draft, "test-freq", old=evaluation_key(draft))
     build_runtime(draft)
+    # fit() updated only the critic until this step.
     if steps := draft.integer("trainer.critic_warmup"):
         draft.find("critic-warmup", "trainer.critic_warmup", steps=steps)
     callback = draft.text("trainer.checkpoint_callback_class")
@@ -107,8 +108,8 @@ def build_habits(draft: Draft, *, kept: str | None = "trainer.max_actor_ckpt_to_
     # The old trainer saved by steps alone; ours also saves by time, which the row turns off.
     apply_rules(draft, "save-freq")
     keeps = draft.integer(kept) if kept else None
-    # The older switch, which deleted all but the newest checkpoint.
-    if keeps is None and draft.switch("trainer.remove_previous_ckpt_in_save"):
+    # The older switch wins over the number: _save_checkpoint reads it first.
+    if draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1
     # The old trainer kept every checkpoint unless it was told otherwise; ours keeps two.
     old = [*([kept] if kept else []), "trainer.remove_previous_ckpt_in_save"]
@@ -135,6 +136,7 @@ def _resume(draft: Draft) -> None:
         draft.find(
             "resume", "trainer.default_local_dir", value=draft.text("trainer.default_local_dir")
         )
+    # auto looks for latest_checkpointed_iteration.txt in default_local_dir (_load_checkpoint).
     draft.put(
         "run.resume",
         "never" if mode in ("disable", "never") else "auto",
@@ -151,6 +153,7 @@ def _trackers(draft: Draft) -> None:
     words = [
         str(item) for item in (value if isinstance(value, list) else [value]) if item is not None
     ]
+    # The file of metrics replaces the console: reports and comparisons read it.
     trackers: list[Plain] = ["jsonl", *(word for word in words if word in _TRACKERS)]
     draft.put("run.trackers", trackers, rule="trackers", old=["trainer.logger"])
     others = [word for word in words if word not in _TRACKERS and word not in ("console", "file")]
