@@ -90,6 +90,7 @@ def build_rl_data(draft: Draft) -> None:
 
 def evaluates(draft: Draft) -> bool:
     """Check if the old trainer evaluated held-out prompts."""
+    # fit() reads it with a default of True, also in releases whose trees lack it.
     before = draft.switch("trainer.val_before_train") or not draft.old.has(
         "trainer.val_before_train"
     )
@@ -99,6 +100,7 @@ def evaluates(draft: Draft) -> bool:
 def _overlong(draft: Draft) -> None:
     key, filters = "data.truncation", "data.filter_overlong_prompts"
     cut = draft.text(key) or "error"
+    # RLHFDataset drops such prompts when it loads the files.
     if draft.switch(filters):
         draft.put("data.overlong_prompts", "drop", rule="overlong-prompts", old=[filters])
         draft.explain_drop(key, "longer prompts are dropped before they could be cut")
@@ -106,6 +108,8 @@ def _overlong(draft: Draft) -> None:
     if cut == "error":
         draft.put("data.overlong_prompts", "error", rule="overlong-prompts", old=[key])
         return
+    # left, right and middle cut the prompt. A cut prompt is another question, so it is dropped
+    # here.
     draft.put("data.overlong_prompts", "drop", rule="overlong-prompts", old=[key])
     draft.find("overlong-prompts.prompts", key, cut=cut)
 

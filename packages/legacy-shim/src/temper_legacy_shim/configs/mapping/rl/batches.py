@@ -52,6 +52,8 @@ def build_batches(draft: Draft) -> None:
 def _passes(draft: Draft) -> None:
     """Set the passes over the samples of a step, which all roles make."""
     key, critics = "actor_rollout_ref.actor.ppo_epochs", "critic.ppo_epochs"
+    # DataParallelPPOActor.update_policy of v0.2 cut the batch once and made no loop over
+    # ppo_epochs. Megatron's make_minibatch_iterator had the number of epochs from the start.
     if not draft.since("v0.3.0.post0") and not is_megatron(draft):
         for each in (key, critics):
             draft.explain_drop(each, f"FSDP's workers of {draft.old.version} made one pass")
@@ -69,6 +71,8 @@ def _passes(draft: Draft) -> None:
 def _check_generated(draft: Draft, *, prompts: int) -> None:
     """Report a batch of the data loader that the second trainer could not fill a step with."""
     generated = draft.integer(GENERATED)
+    # Filtering and the asynchronous modes of the second trainer fetch prompt by prompt, so that any
+    # number of prompts is reached.
     is_exact = filters_groups(draft) or draft.text("trainer.v1.trainer_mode") not in ("", "sync")
     if generated and prompts % generated and is_second_trainer(draft) and not is_exact:
         draft.find("gen-batch", GENERATED, generated=generated, prompts=prompts)
@@ -88,6 +92,7 @@ def _updates(draft: Draft, *, prompts: int, keys: list[str]) -> None:
     mini = draft.integer(ACTOR_MINI)
     if mini is None:
         return
+    # It counts prompts: ActorRolloutRefWorker.__init__ multiplies it by rollout.n.
     old = [*keys, *([] if ACTOR_MINI in keys else [ACTOR_MINI])]
     if mini < 1:
         draft.find("mini-batches.below-one", ACTOR_MINI, mini=mini)
@@ -111,6 +116,8 @@ def _check_ranks(draft: Draft, *, prompts: int, keys: list[str]) -> None:
         return
     n = completions_per_prompt(draft)
     total, mini = prompts * n, draft.integer(ACTOR_MINI) or prompts
+    # validate_config (before v0.7.0 RayPPOTrainer._validate_config) asserts that the completions of
+    # a step divide by the ranks, so that such a run never started.
     if total % ranks:
         draft.find(
             "batch-divides",
@@ -122,6 +129,8 @@ def _check_ranks(draft: Draft, *, prompts: int, keys: list[str]) -> None:
             ranks=ranks,
         )
         return
+    # ActorRolloutRefWorker.__init__ divides with //: a remainder was lost without a message, and an
+    # update had fewer completions than the configuration says.
     if (mini * n) % ranks:
         draft.find(
             "mini-batch-floor",
@@ -161,6 +170,7 @@ def _micro(draft: Draft, role: OldRole, *, ranks: int) -> int | None:
     elif own is not None and draft.old.is_set(key):
         draft.find("micro-batch-both.both-set", key, both, both=both)
         return own
+    # The worker divided it with // as well.
     if full % ranks:
         draft.find(
             "micro-batch-global.completions", key, full=full, ranks=ranks, detail=full // ranks
@@ -176,9 +186,10 @@ def _check_critic(draft: Draft) -> None:
     n = completions_per_prompt(draft)
     if mini is None or actor is None:
         return
-    # Since v0.4.0 the critic's workers multiply it by rollout.n, as the actor's always did.
+    # Since v0.4.0 CriticWorker.__init__ multiplies it by rollout_n, as the actor's worker always
+    # did. Before, the same number meant completions and not prompts.
     counted = mini if draft.since("v0.4.0") else mini / n
-    # Temper's plan is shared by all roles of a step.
+    # Temper's plan of mini-batches is shared by all roles of a step.
     if counted != actor:
         note = (
             ""
@@ -232,8 +243,10 @@ def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, l
         key = f"{role.block}.ppo_max_token_len_per_gpu"
         each = draft.integer(key)
         if each is None:
+            # A text is a variable of the shell, which only a run knows.
             return (None if isinstance(draft.old.get(key), str) else longest), [key]
-        # Ranks that share a sequence added their budgets.
+        # Ranks that share a sequence added their budgets: update_policy multiplied the key by
+        # ulysses_sequence_parallel_size (dp_actor.py) or context_parallel_size (megatron_actor.py).
         sharing = 1 if is_megatron(draft) else sequence_parallel(draft, role)
         extra = [f"{role.block}.ulysses_sequence_parallel_size"] if sharing > 1 else []
         if is_megatron(draft):
@@ -243,6 +256,8 @@ def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, l
                 [f"{role.megatron}.context_parallel_size"] if context > 1 else [],
             )
         return each * sharing, [key, *extra]
+    # Without use_dynamic_bsz the old workers cut micro-batches by completions, each padded to the
+    # longest one, so that this many tokens have fit into memory.
     ranks = data_parallel(draft, role) or 1
     micro = _micro(draft, role, ranks=ranks)
     keys = [

@@ -16,6 +16,8 @@ _FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
 def build_reward(draft: Draft) -> None:
     """Set the block ``reward``."""
     model, file = scoring_model(draft), _function_file(draft)
+    # Reward managers returned rm_scores without calling a function if the batch had them
+    # (NaiveRewardManager.__call__).
     is_scored_by_model = bool(model) and not (file and _was_served(draft))
     if is_scored_by_model:
         _model(draft, model)
@@ -99,6 +101,7 @@ def _function_file(draft: Draft) -> str:
 def _function(draft: Draft) -> None:
     for block in _FUNCTIONS:
         path = draft.text(f"{block}.path")
+        # Shells pass null as text.
         if path and path.lower() not in ("null", "none"):
             name = draft.text(f"{block}.name") or "compute_score"
             old = [f"{block}.path", f"{block}.name"]
@@ -190,6 +193,7 @@ def _penalty(draft: Draft, block: str) -> None:
         rule="overlong",
         old=[f"{block}.penalty_factor"],
     )
+    # The penalty begins at max_resp_len minus the buffer, and here at sampling.max_tokens minus it.
     own = [key for parent in KWARGS if draft.old.has(key := f"{parent}.max_resp_len")]
     # DAPO's recipes gave the manager data.max_response_length.
     for key in own or ["data.max_response_length"]:

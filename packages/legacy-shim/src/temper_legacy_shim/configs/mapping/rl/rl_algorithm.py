@@ -91,11 +91,15 @@ def _aggregation(draft: Draft) -> None:
 
 def _has_own_aggregation(draft: Draft, loss: Setting) -> bool:
     """Check if a loss was a mean over completions whatever loss_agg_mode was."""
+    # compute_policy_loss_gspo and its neighbors pass seq-mean-token-mean to agg_loss, whatever they
+    # are given.
     return loss.value in ("gmpo", "sapo") or (loss.value == "gspo" and not draft.since("v0.9.1"))
 
 
 def _divisor(draft: Draft) -> str:
     """Return the key of the number that seq-mean-token-sum-norm divided by."""
+    # agg_loss divides by loss_mask.shape[-1], the padded width, without a factor. Samplers padded
+    # completions to response_length.
     factor = f"{ACTOR}.loss_scale_factor"
     if draft.old.get(factor) is None:
         return response_key(draft)
@@ -133,6 +137,7 @@ def _advantage(draft: Draft) -> str:
     if new_word is None:
         draft.find("advantage.unknown", key, old=old, names=", ".join(_ADVANTAGES))
         return "grpo"
+    # Without the deviation GRPO is Dr. GRPO, which has a name of its own here.
     if new_word == "grpo" and draft.old.get("algorithm.norm_adv_by_std_in_grpo") is False:
         new_word = "dr_grpo"
     # A group of one has no spread: its normalized advantage would always be 0.
@@ -187,6 +192,8 @@ def _single_estimator(draft: Draft, new_word: str, *, old: str, key: str) -> str
 def _clip(draft: Draft) -> None:
     low, high = clip_bounds(draft)
     full = f"{ACTOR}.clip_ratio"
+    # update_policy takes clip_ratio for a side only if that side's key is null, and the trees since
+    # v0.4.0 set both to 0.2.
     if draft.old.is_set(full) and full not in (low, high):
         draft.explain_drop(
             full,
@@ -278,6 +285,8 @@ def _kl_reward(draft: Draft, coef: float, *, block: str) -> None:
 
 def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
     keys = [f"{ACTOR}.kl_loss_type"] * in_loss + ["algorithm.kl_penalty"] * in_reward
+    # kl_penalty() of verl: kl is k1, mse is k2 and low_var_kl is k3. A + means the straight-through
+    # form, which v0.8.0 brought.
     words = {key: draft.text(key) or ("low_var_kl" if "loss" in key else "kl") for key in keys}
     values = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
     for key, word in words.items():
@@ -305,6 +314,8 @@ def _estimator(draft: Draft, *, in_loss: bool, in_reward: bool) -> None:
 
 def _reference(draft: Draft) -> None:
     """Set the reference: the actor without its adapter, or a role of its own."""
+    # The old workers switched the adapter off for the reference (ref_in_actor), so that no second
+    # model was loaded.
     if draft.settings.get("actor.engine.lora.rank") or draft.settings.get("actor.engine.lora.path"):
         draft.put("algorithm.kl_reference", "disabled_adapter", rule="kl-reference", old=[])
         return

@@ -18,6 +18,7 @@ def needs_critic(draft: Draft) -> bool:
     """Check if the old trainer built a critic: for gae, or as critic.enable says."""
     if only_distills(draft):
         return False
+    # need_critic() of verl looks at critic.enable first, and at the estimator if it is null.
     given = draft.old.get("critic.enable")
     if isinstance(given, bool):
         return given
@@ -34,6 +35,7 @@ def response_key(draft: Draft) -> str:
 
     It follows data.max_response_length, which is named where both say the same.
     """
+    # rollout.yaml sets it to ${oc.select:data.max_response_length,512}, and samplers read no other.
     own, data = "actor_rollout_ref.rollout.response_length", "data.max_response_length"
     return own if own in draft.old.origin and draft.old.get(own) != draft.old.get(data) else data
 
@@ -60,6 +62,8 @@ def reads_top_k(draft: Draft) -> bool:
 
 def evaluation_key(draft: Draft) -> str:
     """Return the key of the evaluation's frequency; early asynchronous samplers evaluated."""
+    # FullyAsyncRollouter read rollout.test_freq until v0.7.0. FullyAsyncTrainer, which evaluates
+    # since v0.7.1, reads trainer.test_freq.
     return (
         "rollout.test_freq"
         if is_async(draft) and not draft.since("v0.7.1")
@@ -109,6 +113,7 @@ _SECOND_TRAINER = "trainer.use_v1"
 
 def filters_groups(draft: Draft) -> bool:
     """Check if groups with equal rewards were discarded, by DAPO or the second trainer."""
+    # RayPPOTrainer, the first trainer of main_ppo, has no code for it.
     return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
 
 
@@ -129,7 +134,9 @@ def takes_sampler_logprobs(draft: Draft) -> bool:
             "async_training.compute_prox_log_prob"
         )
     if is_dapo(draft) or (is_one_step_off(draft) and not draft.since("v0.7.0")):
-        return False  # their trainers measured the trainer's log-probs in any case
+        # Their fit() calls compute_log_prob of the actor in any case. That of one-step-off looks at
+        # bypass_mode since v0.7.0.
+        return False
     return draft.switch(f"{CORRECTION}.bypass_mode") or draft.switch(
         f"{CORRECTION}.use_policy_gradient"
     )
@@ -142,6 +149,7 @@ def kl_in_loss(draft: Draft) -> bool:
 
 def kl_in_reward(draft: Draft) -> bool:
     """Check if the reward carried a KL penalty: before v0.4.0 unless the loss had a KL term."""
+    # Before, fit() called apply_kl_penalty whenever the actor's use_kl_loss was off.
     if draft.since("v0.4.0"):
         return draft.switch("algorithm.use_kl_in_reward")
     return not kl_in_loss(draft)
@@ -181,7 +189,8 @@ def updates_per_step(draft: Draft) -> int:
 def prompts_of_step(draft: Draft) -> tuple[int | None, list[str]]:
     if is_async(draft):
         return _async_prompts(draft)
-    # The data loader of the first trainer goes by it, and without a filter nothing is left out.
+    # Without a filter nothing is left out of what the data loader returns.
+    # RayPPOTrainer._create_dataloader takes gen_batch_size as the batch size since v0.4.0.
     is_loader = draft.since("v0.4.0") and not is_second_trainer(draft)
     if is_loader and not filters_groups(draft) and draft.old.get(GENERATED) is not None:
         return draft.integer(GENERATED), [GENERATED]
@@ -208,6 +217,7 @@ def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
 def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
     """Return the weight syncs of an asynchronous run, which are steps, and their keys."""
     key = "rollout.total_rollout_steps"
+    # One of total_rollout_steps is one prompt, and not a batch.
     rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
     return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [
         key,

@@ -90,6 +90,7 @@ def _eval_sampling(draft: Draft) -> None:
     if is_served:
         draft.explain_drop(f"{block}.do_sample", f"servers of {draft.old.version} did not read it")
     temperature = draft.number(f"{block}.temperature") if samples else 0.0
+    # The trees before v0.3 have no val_kwargs. _validate of these releases set do_sample to False.
     if not draft.old.has(f"{block}.temperature"):  # before v0.3 evaluation was greedy
         temperature = 0.0
     draft.put(f"{new}.temperature", float(temperature or 0.0), rule="eval-temperature", old=old)
@@ -149,6 +150,7 @@ def _vllm(draft: Draft) -> None:
         rule="rollout-tp",
         old=[f"{BLOCK}.tensor_model_parallel_size"],
     )
+    # The old workers formed a server of each tensor_model_parallel_size ranks.
     if world is not None and world // (size * pipeline) > 1:
         draft.put(
             "rollout.num_replicas", world // (size * pipeline), rule="rollout-replicas", old=keys
@@ -157,6 +159,8 @@ def _vllm(draft: Draft) -> None:
     apply_rules(
         draft, "rollout-eager", "rollout-chunked", "rollout-prefix", "rollout-dtype", "canary"
     )
+    # Servers that share GPUs with training free their memory for it (free_cache_engine). Those with
+    # GPUs of their own keep it.
     sleeps = (
         draft.switch(f"{BLOCK}.free_cache_engine")
         and not is_async(draft)
@@ -199,6 +203,8 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
     """Return the sampler's GPUs: separate ones if the trainer uses different GPUs."""
     # Asynchronous entries state the sampler's GPUs in a block of their own.
+    # rollout.nnodes and rollout.n_gpus_per_node of the fully asynchronous and one-step-off
+    # programs.
     if draft.old.has("rollout.n_gpus_per_node"):
         nodes, gpus = (
             draft.integer("rollout.nnodes") or 1,
@@ -251,6 +257,7 @@ def build_turns(draft: Draft) -> None:
         draft.text(f"{TURNS}.tool_config_path"),
         [key for key in _OWN_CODE if draft.text(key)],
     )
+    # A loop of the user's code may answer in any way.
     own += [_LOOP] * ((draft.text(_LOOP) or _LOOPS[0]) not in _LOOPS)
     is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
     form = draft.text(f"{TURNS}.format")
@@ -345,6 +352,8 @@ def _tools(draft: Draft, path: str) -> None:
 
 def _num_turns(draft: Draft) -> int:
     """Return the maximum number of completions of a rollout; 0 for no limit."""
+    # sglang_rollout counts completions by max_turns in v0.4.0 and by max_assistant_turns since
+    # v0.4.1. Each user turn is followed by one more completion.
     counts = {key.rpartition(".")[2]: draft.integer(key) or 0 for key in _limits(draft)}
     others = counts.get("max_user_turns", 0)
     result = [
@@ -381,6 +390,8 @@ def build_staleness(draft: Draft) -> None:
     if not is_async(draft):
         return
     fraction = draft.number("async_training.staleness_threshold")
+    # FullyAsyncRollouter let (1 + staleness_threshold) steps of prompts be in flight, a fraction of
+    # a step. Temper counts weight versions, which are integers.
     bound = max(1, math.ceil(fraction or 0))
     if fraction is not None:
         draft.put(
@@ -411,6 +422,7 @@ def build_teachers(draft: Draft) -> None:
     if not draft.switch("distillation.enabled"):
         draft.explain_drop("distillation", "distillation is not enabled")
         return
+    # Keys below teacher_models are names that the user chose.
     names = {
         key.removeprefix(f"{_TEACHERS}.").partition(".")[0] for key in draft.old.below(_TEACHERS)
     }
@@ -461,6 +473,7 @@ def _distillation_loss(draft: Draft) -> None:
             rule="distillation",
             old=[key, f"{_LOSS}.use_policy_gradient"],
         )
+        # The gradient of log(p/q) at samples of p is 0 in expectation.
         if estimator == "k1" and not is_reward:
             draft.find("distillation.zero-gradient", key, mode=mode)
         else:

@@ -53,6 +53,7 @@ def _model(draft: Draft, role: OldRole) -> None:
             )
         elif role.name == "actor":
             draft.find("model-path.missing", f"{role.model}.path", model=role.model)
+        # MegatronEngine builds models from their config alone, and refuses code of the checkpoint.
         is_refused = is_megatron(draft) and draft.switch(f"{role.model}.trust_remote_code")
         facts = {"remote_code": "refused" if is_refused else "taken"}
         blocks = role.blocks(draft)
@@ -83,6 +84,8 @@ def _precision(draft: Draft, role: OldRole) -> None:
     }
     old = _compute_keys(draft, role)
     key = next((key for key in old if draft.text(key)), "")
+    # The old workers ran the model under autocast in bf16, or in mixed precision with bf16
+    # parameters, unless a key said otherwise.
     compute = words.get(draft.text(key) or "bf16")
     if compute is None:
         draft.find("compute-dtype", key, old=draft.text(key))
@@ -91,6 +94,7 @@ def _precision(draft: Draft, role: OldRole) -> None:
     if not role.is_trained or is_megatron(draft):
         return
     master = words.get(draft.text(f"{fsdp}.model_dtype") or "fp32", "fp32")
+    # Temper keeps no fp16 master weights: small updates would be lost in rounding.
     if master == "fp16" or (master == "bf16" and compute == "fp16"):
         master = "fp32"
     draft.put(f"{engine}.parameters", master, rule="master-dtype", old=[f"{fsdp}.model_dtype"])
@@ -132,6 +136,7 @@ def build_lora(draft: Draft, role: OldRole) -> None:
     """Set a role's adapter; FSDP reads the flat keys, Megatron the block."""
     flat, block = f"{role.model}.lora_rank", f"{role.model}.lora.rank"
     read, unread = (block, flat) if is_megatron(draft) else (flat, block)
+    # Both keys are in the trees of v0.7.0 and later, whichever engine trains.
     rank, other = draft.integer(read) or 0, draft.integer(unread) or 0
     if other > 0:
         _unread(draft, read=read, unread=unread, rank=rank, other=other)
@@ -223,6 +228,8 @@ def _names(value: Plain) -> Plain:
     if not isinstance(value, list):
         return None
     words = [str(item) for item in value]
+    # The four modules are all linear layers of a block, but not the output layer, as all-linear of
+    # PEFT.
     if set(words) >= _MEGATRON_NAMES.keys() and len(words) == len(_MEGATRON_NAMES):
         return "all-linear"
     names: list[Plain] = []

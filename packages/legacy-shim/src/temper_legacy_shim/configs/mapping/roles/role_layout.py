@@ -35,6 +35,7 @@ def set_offload(draft: Draft, role: OldRole) -> None:
     grads = f"{block}.grad_offload"
     if draft.old.has(grads) and draft.switch(grads) != offloads:
         draft.put(f"{engine}.gradients", draft.switch(grads), rule="grad-offload", old=[grads])
+    # HybridDeviceOptimizer of Megatron-Core, which keeps states and updates on the CPU.
     hybrid = f"{role.optim}.override_optimizer_config.optimizer_cpu_offload"
     if draft.switch(hybrid):
         # The Megatron engine has no update on the CPU; its nearest setting moves the states there.
@@ -58,6 +59,8 @@ def set_offload(draft: Draft, role: OldRole) -> None:
 def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
     """Return FSDP2's key for offloading, which had no effect elsewhere."""
     key = f"{block}.offload_policy"
+    # _build_model_optimizer reads offload_policy in its branch of fsdp2 alone, as an argument of
+    # fully_shard().
     if not is_megatron(draft) and draft.text(f"{role.block}.strategy") == "fsdp2":
         return [key]
     if draft.switch(key) and draft.old.is_set(key):
@@ -85,6 +88,7 @@ def set_fsdp(draft: Draft, role: OldRole) -> None:
         f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=ulysses_keys(role)
     )
     reshard = draft.old.get(f"{block}.reshard_after_forward")
+    # True is the default of both systems, and a number is the size of a smaller group.
     if strategy == "fsdp2" and isinstance(reshard, bool | int) and reshard is not True:
         draft.put(
             f"{engine}.reshard_after_forward",
@@ -111,6 +115,8 @@ def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
     """Set the number of ranks that shard one copy; a larger one meant all ranks."""
     key = f"{block}.fsdp_size"
     size, world = draft.integer(key), _known_world(draft)
+    # create_device_mesh makes one axis of all ranks for -1. Else it makes replicas of fsdp_size
+    # ranks (HSDP).
     if size is None or size < 1:
         return
     if world is not None and size > world:
@@ -128,12 +134,15 @@ def set_megatron(draft: Draft, role: OldRole) -> None:
     apply_rules(
         draft, "tensor-parallel", "pipeline-parallel", "context-parallel", blocks=role.blocks(draft)
     )
+    # Megatron-Core has chunks of layers only between stages, and refuses them with one stage.
     chunks = draft.integer(f"{block}.virtual_pipeline_model_parallel_size")
     if chunks is not None and chunks > 1 and pipeline > 1:
         key = f"{block}.virtual_pipeline_model_parallel_size"
         draft.put(
             f"{engine}.virtual_pipeline", chunks, rule="virtual-pipeline", old=[key], verbatim=True
         )
+    # The converter of verl sets it for more than one tensor rank, and Megatron-Core refuses it for
+    # one. Releases without the key had it on.
     is_sequence = tensor > 1 and (
         draft.switch(f"{block}.sequence_parallel")
         or not draft.old.has(f"{block}.sequence_parallel")
@@ -171,6 +180,7 @@ def _transformer(draft: Draft, role: OldRole) -> None:
 
 def _experts(draft: Draft, role: OldRole) -> None:
     """Set the ranks that share experts, and the tensor size of one expert."""
+    # Without a tensor size of the experts, Megatron-Core takes that of the other layers.
     key, split = (
         f"{role.megatron}.expert_model_parallel_size",
         f"{role.megatron}.expert_tensor_parallel_size",
@@ -199,6 +209,7 @@ def set_workers(draft: Draft, role: OldRole) -> None:
         if (number := draft.integer(key)) is not None and number < 1:
             draft.find("cluster", key, number=number)
     world = world_size(draft)
+    # Fine-tuning has the number from torchrun, which no configuration contains.
     if world is None:  # at least the ranks that one copy of the model asks for
         world = replica_size(draft, role)
     if world > 1:

@@ -16,7 +16,7 @@ def set_optimizer(draft: Draft, role: OldRole) -> None:
     _clip(draft, role)
     if _another_optimizer(draft, role):
         return
-    # Releases without the key used torch's defaults.
+    # Releases without the key used torch's defaults, by optim_config.get("betas", (0.9, 0.999)).
     betas = draft.old.get(f"{optim}.betas")
     draft.put(
         f"{engine}.betas",
@@ -110,6 +110,7 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
     if target is None:
         draft.find("schedule-kind", style_key, kind=kind)
         target = "constant"
+    # FSDP's builder reads the ratio if lr_warmup_steps is below 0, which is its default.
     ratio_key = next(
         (f"{optim}.{name}" for name in _RATIOS if _is_given(draft, f"{optim}.{name}")),
         f"{optim}.{_RATIOS[0]}",
@@ -161,6 +162,8 @@ def set_schedule(draft: Draft, role: OldRole) -> None:
 
 def _rises_from_floor(draft: Draft) -> bool:
     """Check if the warm-up of a cosine began at min_lr_ratio; all other ones began at 0."""
+    # get_cosine_schedule_with_warmup added min_lr_ratio to its ramp in these releases. Later ones
+    # have init_lr_ratio for it, which is 0.
     return draft.since("v0.4.0") and not draft.since("v0.6.0") and not is_megatron(draft)
 
 
@@ -171,6 +174,7 @@ def _floor(draft: Draft, engine: str, optim: str) -> None:
         draft.number(f"{optim}.min_lr"),
         draft.number(f"{optim}.lr"),
     )
+    # OptimizerParamScheduler of Megatron-Core takes min_lr as a rate.
     if fraction is None and rate and peak:
         fraction = rate / peak
     draft.put(
@@ -219,6 +223,8 @@ def _schedule_length(draft: Draft, engine: str, optim: str) -> None:
 
 def _asynchronous_length(draft: Draft, engine: str, *, key: str, unit: int) -> None:
     """Set the length of a schedule that was given in weight syncs but counted trainer calls."""
+    # FullyAsyncTrainer writes the number of weight syncs into optim.total_training_steps since
+    # v0.7.1.
     syncs, keys = num_weight_syncs(draft)
     if syncs is None or not draft.since("v0.7.1"):
         draft.find("schedule-length", key, engine=engine)
