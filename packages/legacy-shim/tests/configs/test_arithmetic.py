@@ -226,8 +226,8 @@ def test_step_of_a_generated_batch_names_the_key_that_set_it() -> None:
     assert remainder.old_keys == ("data.gen_batch_size", MINI)
     (note,) = (item for item in result.findings if item.rule == "prompts-per-step")
     assert note.message == (
-        "a step had the 128 prompts of data.gen_batch_size, by which the data loader of v0.7.0 "
-        "went, and not the 32 of data.train_batch_size: here it has 128."
+        "the data loader of v0.7.0 took data.gen_batch_size=128 prompts for a step, not the 32 of "
+        "data.train_batch_size. So does the translation."
     )
 
 

@@ -247,6 +247,7 @@ def with_alpha(adapter: Adapter, role: Role, *, given: float | None) -> Adapter:
         role.path / "model/huggingface/adapter/adapter_config.json",
         role.path / "adapter_config.json",
     ]
+    # PEFT's own files come first: they also have the modules and patterns of the adapter.
     metas = [role.path / "lora_train_meta.json"] + (
         [role.step_directory / "lora_train_meta.json"] if role.step_directory else []
     )

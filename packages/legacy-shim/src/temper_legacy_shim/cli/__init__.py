@@ -23,7 +23,7 @@ EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     name="temper-migrate",
-    help="Carry what older post-training systems left behind over to Temper.",
+    help="Move scripts, configurations, checkpoints and code of verl to Temper.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

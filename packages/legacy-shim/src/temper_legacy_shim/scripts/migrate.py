@@ -239,7 +239,8 @@ def kept_fixed(
             value = next(iter(missing.values()))
             out.append(
                 f"{name} switches nothing on by its default, so the new command does not have it: "
-                f"{name}={value} would set {_shorten(list(missing))}; {again} to use it."
+                f"a value such as {name}={value} would set {_shorten(list(missing))}; {again} to "
+                "use it."
             )
         if keys:
             what = f"argument {name}" if name.isdigit() else name

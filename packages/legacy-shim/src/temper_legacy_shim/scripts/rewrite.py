@@ -80,8 +80,8 @@ def rewrite(reading: ScriptReading, translated: list[TranslatedLaunch]) -> NewSc
                 " ..." if len(array.elements) > 4 else ""
             )
             what = (
-                "stand in a branch that was not taken: the new script stops there; to translate "
-                "that branch, choose it with --set"
+                "stand in a branch that was not taken, where the new script stops: translate that "
+                "branch by giving its variable with --set"
             )
             out.notes.append(f"line {reading.line_of(array.span.start)}: {shown} {what}.")
     out.text = _applied(reading.text, edits)

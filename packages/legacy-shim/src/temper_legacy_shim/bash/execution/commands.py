@@ -38,7 +38,7 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
 
     Args:
         shell: the shell the command changes.
-        command: see there.
+        command: the parsed command.
         is_tested: whether ``&&`` or ``||`` continues by its status.
     """
     if shell.reading.inner is None:
@@ -85,6 +85,7 @@ def run_simple(shell: Shell, command: Simple, *, is_tested: bool) -> None:
         shell.status = _bracket_status(shell, name, fields[1:], command.span, is_decided=is_tested)
     else:
         _run_other(shell, fields, environment=environment, span=command.span, stdin=stdin)
+    # A text that goes to a file, or to a scheduler such as sbatch, may be the script that launches.
     if prints_elsewhere(command.redirects) or name in external_commands.SUBMITTERS:
         written = fields[-1].text if name in ("echo", "printf") else stdin
         if (

@@ -149,6 +149,7 @@ class TensorReader:
                 dtype=None,
                 key=key,
             )
+        # It has the dtype as an argument, because its storage is untyped.
         if name == "_rebuild_tensor_v3":
             return self._stored(
                 arguments[0],
@@ -174,6 +175,7 @@ class TensorReader:
             raise self._damaged(key, "is a tensor of a kind that is not known")
         attributes = attributes_of(state)
         if kind.name == "DTensor":
+            # torch._utils._rebuild_wrapper_subclass takes class, dtype, size, ...
             size = inner[2]
             return self._distributed(attributes, shape=sizes_of(size), key=key)
         if kind.name == "ShardedTensor":

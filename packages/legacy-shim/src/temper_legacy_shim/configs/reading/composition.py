@@ -28,7 +28,7 @@ def resolve(value: Plain, key: str, tree: Mapping[str, Plain], depth: int = 0) -
         value: the text in the file.
         key: where it stands; relative interpolations begin there.
         tree: leaves by dotted key.
-        depth: of the chain so far; a circle ends where it reaches the limit.
+        depth: interpolations followed so far; a circle of them stops at the limit.
     """
     if isinstance(value, list):
         return [resolve(item, key, tree, depth) for item in value]
