@@ -29,6 +29,26 @@ def test_servers_of_a_vision_language_model_load_no_encoder_of_images(tmp_path: 
         assert spec.vocab_size == 41
 
 
+def test_a_cache_of_fixed_size_needs_no_free_gpu_at_the_start(tmp_path: Path) -> None:
+    fields = {"model_type": "qwen3_vl", **FAMILIES["qwen3_vl"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    teacher = "teachers.big={backend: vllm, engine: {model: {path: " + str(tmp_path) + "}}}"
+    settings = ["task=distill", "rollout=vllm", "data.train.paths=[a.jsonl]", teacher]
+    settings += [f"actor.engine.model.path={tmp_path}"]
+    for memory, expected in (
+        ("kv_cache_bytes=1048576", (1048576, 0.1)),
+        ("gpu_memory_utilization=0.3", (None, 0.3)),
+        ("enforce_eager=true", (None, None)),
+    ):
+        config = load([*settings, f"rollout.vllm.{memory}"]).config
+        for spec in (
+            build_server_spec(config, tokenizer=make_tokenizer()),
+            build_teacher_server_spec("big", config.teachers["big"], config=config),
+        ):
+            keys = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+            assert tuple(spec.arguments.get(key) for key in keys) == expected
+
+
 def test_servers_hold_published_weights_without_the_quantization_of_the_model(
     tmp_path: Path,
 ) -> None:

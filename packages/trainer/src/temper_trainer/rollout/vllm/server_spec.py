@@ -10,6 +10,7 @@ from temper_engine_api.model_files import drop_quantization
 from temper_engine_api.process_folders import open_temporary_folder
 from temper_engine_api.vision_language import has_image_encoder
 from temper_trainer.config.distillation import TeacherConfig
+from temper_trainer.config.rollout import VllmConfig
 from temper_trainer.config.run import INFERENCE_TASKS, LOOPBACK
 from temper_trainer.config.trainer_config import TrainerConfig
 from temper_trainer.redaction import list_registered_secrets
@@ -125,12 +126,8 @@ def build_teacher_server_spec(
     }
     if has_image_encoder(model_config.model_type):
         arguments["language_model_only"] = True
-    if vllm.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = vllm.kv_cache_bytes
-    if vllm.gpu_memory_utilization is not None:
-        arguments["gpu_memory_utilization"] = vllm.gpu_memory_utilization
     return ServerSpec(
-        arguments=arguments,
+        arguments=arguments | _make_memory_arguments(vllm),
         end_token_ids=(),
         max_length=max_length,
         vocab_size=text_config.vocab_size,
@@ -143,8 +140,6 @@ def _build_arguments(
 ) -> dict[str, Argument]:
     vllm = config.rollout.vllm
     optional: dict[str, Argument] = {
-        "gpu_memory_utilization": vllm.gpu_memory_utilization,
-        "kv_cache_memory_bytes": vllm.kv_cache_bytes,
         "max_num_batched_tokens": vllm.max_num_batched_tokens,
         "enable_chunked_prefill": vllm.enable_chunked_prefill,
     }
@@ -180,7 +175,19 @@ def _build_arguments(
             "max_loras": 2,
             "max_lora_rank": adapter.server_rank,
         }
-    return arguments | {name: value for name, value in optional.items() if value is not None}
+    arguments |= {name: value for name, value in optional.items() if value is not None}
+    return arguments | _make_memory_arguments(vllm)
+
+
+def _make_memory_arguments(vllm: VllmConfig) -> dict[str, Argument]:
+    """Return the arguments that decide the size of a server's KV cache."""
+    if vllm.kv_cache_bytes is not None:
+        # With a fixed size vLLM ignores the fraction, but still refuses to start if less than that
+        # is free: by default 0.92, which a server or an actor on the same GPU does not leave.
+        return {"kv_cache_memory_bytes": vllm.kv_cache_bytes, "gpu_memory_utilization": 0.1}
+    if vllm.gpu_memory_utilization is not None:
+        return {"gpu_memory_utilization": vllm.gpu_memory_utilization}
+    return {}
 
 
 def _find_secrets(arguments: Mapping[str, Argument]) -> tuple[str, ...]:
