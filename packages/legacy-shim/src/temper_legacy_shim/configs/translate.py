@@ -137,6 +137,7 @@ def translate(
             launch,
         )
 
+    # Drafts are cheap: trees and rules are read once in a process.
     draft = drafted(source.version)
     if version is not None and source.version != known_version(version):
         draft.find("program-release", entry=entry or launch.program, given=version)
@@ -204,6 +205,7 @@ def _compose(
     old = old_config(version=version, family=launch.family, entry=launch.entry, defaults=defaults)
     for key, value in given.items():
         assign(old, key, value, FROM_FILE)
+    # A dump has each key of its release. What equals the default says nothing about the user.
     forget_defaults(old)
     compose(old, [token for token in tokens if token.key not in GROUPS])
     return old
@@ -256,6 +258,8 @@ def _find_placed(draft: Draft, tokens: Sequence[Override]) -> None:
         if (
             token.kind == "set"
             and "@" in token.key
+            # A choice such as actor@actor_rollout_ref.actor=dp_actor is what the release's own list
+            # says.
             and not is_placed_choice(str(token.value), is_megatron=is_megatron(draft))
         ):
             draft.find("group-packages", token.key, text=token.text)

@@ -49,6 +49,7 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
     """Return the elements of ``$@`` and ``${x[@]}``; None if it is not a list."""
     is_all = part.index is not None and part.index.literal() in ("@", "*")
     if part.operator == "names":
+        # ${!prefix@}: names of variables, sorted as bash does.
         names = {name for scope in shell.scopes for name in scope if name.startswith(part.name)}
         return [Field(literal(name), name) for name in sorted(names)]
     if (
@@ -82,6 +83,7 @@ def elements(shell: Shell, part: Parameter) -> list[Field] | None:
     if part.operator == ":":
         variable = shell.find(part.name)
         keys = [] if variable is None else list(_elements_of(variable))
+        # Slices of arrays count indices, which may have holes, and not positions.
         indices = [key if isinstance(key, int) else position for position, key in enumerate(keys)]
         return sliced(shell, part, listed, indices)
     texts = [transformed(shell, part, field.text) for field in listed]
@@ -126,6 +128,7 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
     except (UnknownNumber, BadExpression):
         return unknown(index)
     result = _elements_of(variable)
+    # Bash counts negative subscripts from the end, the highest index plus one.
     if number < 0 and result:
         number += max(int(key) for key in result) + 1
     field = result.get(number)
@@ -141,6 +144,7 @@ def assign_element(
         variable.elements = (
             {} if variable.text is None else {0: Field(variable.text, variable.text.raw())}
         )
+        # A scalar becomes element 0 of the array, as in bash.
         variable.text = None
     key: int | str = index.strip("\"'")
     if not variable.is_associative:

@@ -65,6 +65,8 @@ def _build(draft: Draft, role: OldRole) -> None:
     build_lora(draft, role)
     _lengths(draft, role)
     build_length(draft)
+    # fsdp_sft_trainer.py computes the schedule from the epochs, and total_training_steps only ends
+    # the run.
     if role is COLUMNS and "run.total_steps" in draft.settings:
         epochs = draft.integer("trainer.total_epochs") or 1
         draft.find("sft-schedule-length", "trainer.total_training_steps", epochs=epochs)
@@ -235,6 +237,7 @@ def build_generate_task(draft: Draft) -> None:
 
 def _sampling(draft: Draft, block: str, *, is_server: bool) -> None:
     for name, key in (("temperature", "temperature"), ("top-p", "top_p"), ("top-k", "top_k")):
+        # It is commented out in the arguments that main_generation_server.py sends.
         if is_server and key == "top_k":
             draft.explain_drop(
                 f"{block}.top_k",
@@ -254,6 +257,7 @@ def _sampling(draft: Draft, block: str, *, is_server: bool) -> None:
         else "data.max_prompt_length"
     )
     apply_rules(draft, "prompt-length", old=prompt)
+    # The engine checks that the longest sample fits into a micro-batch, also where it only samples.
     longest = (draft.integer(prompt) or 0) + (draft.integer(length) or 0)
     if longest > _MICRO_BATCH:
         draft.put("batching.max_tokens", longest, rule="token-budget", old=[prompt, length])
@@ -338,6 +342,8 @@ def build_ppo(draft: Draft) -> None:
 
 def _ref_model(draft: Draft) -> None:
     """Set the reference's own model, which only the old FSDP workers of some releases read."""
+    # fsdp_workers.py reads ref.model.path from v0.6.0 on. Megatron's workers and the engines build
+    # the reference from the actor's path.
     old_workers = not is_megatron(draft) and not has_engines(draft)
     if old_workers and draft.since("v0.6.0") and not draft.since("v0.8.0"):
         apply_rules(draft, "ref-model")
@@ -350,6 +356,7 @@ def _ref_model(draft: Draft) -> None:
 def find_refusals(draft: Draft) -> None:
     """Report each value with which the old run would have ended before its first step."""
     mode = "actor_rollout_ref.rollout.mode"
+    # RolloutConfig.__post_init__ raises for it since v0.7.0.
     if draft.since("v0.7.0") and draft.text(mode) == "sync":
         draft.find("rollout-mode", mode)
     if not (is_megatron(draft) and draft.since("v0.7.0") and has_engines(draft)):

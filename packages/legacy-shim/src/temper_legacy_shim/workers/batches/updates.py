@@ -77,7 +77,7 @@ def mini_batches(data: DataProto, *, split: SplitSettings, engine: BaseEngine) -
     Raises:
         BatchError: ranks would make different numbers of updates and wait for each other for ever.
     """
-    # Consecutive rows: the old workers did not shuffle by default.
+    # Consecutive rows: the old workers did not shuffle by default (ActorConfig.shuffle).
     parts = data.split(split.ppo_mini_batch_size)
     counts = engine.gather_objects(len(parts))
     if len(set(counts)) != 1 or not parts:
@@ -319,8 +319,11 @@ def rows_by_tokens(
 
     The most expensive micro-batches come in the middle, the cheapest at both ends.
     """
+    # rearrange_micro_batches() of verl takes ceildiv(tokens, max_tokens), and balances rows over
+    # that many.
     number = min(len(lengths), -(-sum(lengths) // max_tokens))
     number += -number % multiple
+    # calculate_workload() of verl, fitted to the FLOPs of a 7B model.
     costs = [QUADRATIC_FROM * n + n * n for n in lengths]
     parts = [sorted(row for row, _ in part.rows) for part in _even_split(costs, number).parts]
     parts.sort(
