@@ -1327,6 +1327,23 @@ def test_top_k_that_servers_did_not_take_is_reported(
     assert [finding.rule for finding in result.findings].count("top-k") == (0 if is_read else 2)
 
 
+@pytest.mark.parametrize(
+    ("version", "mode", "is_drawn"),
+    [
+        ("v0.6.1", "sync", False),
+        ("v0.6.1", "async", True),
+        ("v0.7.1", "async", True),
+        ("v0.8.0", "async", False),
+    ],
+)
+def test_baseline_of_remax_that_agent_loops_drew_is_a_hazard(
+    version: str, mode: str, *, is_drawn: bool
+) -> None:
+    overrides = ("algorithm.adv_estimator=remax", f"actor_rollout_ref.rollout.mode={mode}")
+    messages = [finding.message for finding in translated(version, *overrides).findings]
+    assert any("whose baseline" in message for message in messages) is is_drawn
+
+
 def test_switch_that_removes_earlier_checkpoints_wins_over_their_number() -> None:
     given = ("trainer.max_actor_ckpt_to_keep=5", "+trainer.remove_previous_ckpt_in_save=True")
     assert values(translated("v0.4.1", *given))["run.max_ckpt_to_keep"] == 1

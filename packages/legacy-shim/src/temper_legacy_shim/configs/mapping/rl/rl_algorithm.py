@@ -13,6 +13,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     response_key,
     takes_sampler_logprobs,
     updates_per_step,
+    uses_servers,
 )
 from temper_legacy_shim.configs.mapping.roles.numerics_changes import has_engines
 from temper_legacy_shim.configs.mapping.rules import apply_rules
@@ -149,6 +150,10 @@ def _advantage(draft: Draft) -> str:
         draft.copy("algorithm.advantage.scale_by_std", norm[0], rule="advantage", expected="switch")
     elif new_word == "optimal_token_baseline":
         _report_token_baseline(draft, old)
+    # fit() asked for a greedy baseline with do_sample=False in meta_info, which agent loops read
+    # under another name since v0.8.0 (__do_sample__).
+    elif new_word == "remax" and uses_servers(draft) and not draft.since("v0.8.0"):
+        draft.find("advantage.drawn-baseline", key)
     draft.put(
         "algorithm.group_size",
         n,
