@@ -108,6 +108,7 @@ class _RankServer:
         self._index = index
         self._rendezvous: str | None = None
         self._ranks: dict[str, Rank] = {}
+        self._num_modules = 0
 
     def answer(self, request: JobRequest | LeaveRequest) -> JobReply:
         """Run the job; return exceptions of any kind, so that the session can name the rank."""
@@ -117,6 +118,7 @@ class _RankServer:
                 return JobReply()
             self._join(request)
             rank = self._rank(request)
+            self._freeze_new_modules()
             # The result of a job must not depend on the jobs before it.
             random.seed(0)
             torch.manual_seed(0)
@@ -182,6 +184,13 @@ class _RankServer:
                 compute=request.compute,
             )
         return self._ranks[request.engine]
+
+    def _freeze_new_modules(self) -> None:
+        """Leave what earlier jobs have imported, such as a family's module, out of collections."""
+        if len(sys.modules) > self._num_modules + 100:
+            self._num_modules = len(sys.modules)
+            gc.collect()
+            gc.freeze()
 
 
 def _import_job(name: str) -> Callable[..., object]:
