@@ -99,6 +99,18 @@ FAMILIES: dict[str, dict[str, object]] = {
         "n_groups": 2,
         "chunk_size": 4,
     },
+    # Its routers return the experts first. Mamba before attention.
+    "granitemoehybrid": {
+        **_EXPERTS,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 8,
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 12,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 4,
+    },
     # An encoder of images, which no prompt reaches, before a text part.
     "qwen3_vl": {
         "text_config": {

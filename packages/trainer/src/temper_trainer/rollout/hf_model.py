@@ -286,16 +286,6 @@ def compute_logits(
     return padded, logits
 
 
-def compute_last_logits(model: PreTrainedModel, sequences: Sequence[Sequence[int]]) -> Tensor:
-    """Return the logits [B, V] after each sequence."""
-    last = []
-    for chosen in split_passes(model, sequences):
-        _, logits = compute_logits(model, chosen)
-        ends = torch.tensor([len(sequence) - 1 for sequence in chosen], device=model.device)
-        last.append(logits[torch.arange(len(chosen), device=model.device), ends])
-    return torch.cat(last)
-
-
 @torch.inference_mode()
 def check_layers(model: PreTrainedModel) -> bool:
     """Check that the sampler can run all layers of a model, with a pass over two tokens.
@@ -327,15 +317,8 @@ def check_layers(model: PreTrainedModel) -> bool:
             f"the hf sampler does not support {type(model).__name__}, which has {reason}: use "
             "rollout=vllm."
         )
-    return not has_layer_states(model)
-
-
-def has_layer_states(model: PreTrainedModel) -> bool:
-    """Return True if decoding needs more from earlier tokens than their keys and values."""
     stateless = _ATTENTION_TYPES | _TOKENWISE_TYPES
-    return _has_convolution(model) or any(
-        kind not in stateless for kind in _list_layer_kinds(model) or ()
-    )
+    return not _has_convolution(model) and all(kind in stateless for kind in kinds or ())
 
 
 def _list_layer_kinds(model: PreTrainedModel) -> Sequence[str] | None:
@@ -404,20 +387,14 @@ class ExpertRecorder:
     """Records the experts that all routers of a model choose in a pass, for routing replay."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Find the routers, which return logits, gate weights and experts [rows, K].
+        """Find the routers, whose outputs include the experts [rows, K].
 
         Args:
             model: The model, which may be on the meta device.
 
         Raises:
-            ConfigError: If the model has no such routers, or has layers with a state.
+            ConfigError: If the model has no such routers.
         """
-        if has_layer_states(model):
-            raise ConfigError(
-                f"rollout.routing_replay is sampler, but {type(model).__name__} has layers with a "
-                "state, for which the hf sampler records no choices of experts: set it to none, or "
-                "use rollout=vllm."
-            )
         routers = [
             router
             for module in model.modules()
@@ -437,12 +414,16 @@ class ExpertRecorder:
 
     def _make_hook(
         self, index: int
-    ) -> Callable[[nn.Module, tuple[Tensor, ...], tuple[Tensor, Tensor, Tensor]], None]:
-        def record(
-            _: nn.Module, __: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
-        ) -> None:
-            # A router returns logits, weights and the ids of the chosen experts.
-            self._choices[index] = output[2].to(torch.int16)
+    ) -> Callable[[nn.Module, tuple[Tensor, ...], tuple[Tensor, ...]], None]:
+        def record(router: nn.Module, _: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+            # Logits, weights and the ids of the chosen experts, which Granite returns first.
+            indices = [each for each in output if not each.is_floating_point()]
+            if len(indices) != 1:
+                raise ConfigError(
+                    f"rollout.routing_replay is sampler, but {type(router).__name__} does not "
+                    "return the experts that it chooses: set it to none."
+                )
+            self._choices[index] = indices[0].to(torch.int16)
 
         return record
 

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,7 +29,6 @@ from temper_trainer.rollout.hf_model import (
     WeightTargets,
     build_model,
     check_layers,
-    compute_last_logits,
     compute_logits,
     find_end_token_ids,
     split_passes,
@@ -181,13 +181,7 @@ class ContinuousBatchDecoder:
 
     def _step(self, options: TokenSamplingOptions) -> bool:
         """Sample one token for every active sequence; return True if any finished."""
-        logits = (
-            self._decode()
-            if self._uses_cache
-            else compute_last_logits(
-                self._model, [(*s.request.prompt_tokens, *s.tokens) for s in self._active]
-            )
-        )
+        logits = self._decode() if self._uses_cache else self._recompute()
         sampled, logprobs = sample_tokens(
             logits.float(), options=options, positions=[len(s.tokens) for s in self._active]
         )
@@ -226,6 +220,24 @@ class ContinuousBatchDecoder:
             for sequence, of_token in zip(self._active, experts, strict=True):
                 sequence.experts.append(of_token)
         return logits[:, 0]
+
+    def _recompute(self) -> Tensor:
+        """Return the same logits from passes over all tokens of the sequences."""
+        tokens = [(*each.request.prompt_tokens, *each.tokens) for each in self._active]
+        last, waiting = [], iter(self._active)
+        for chosen in split_passes(self._model, tokens):
+            _, logits = compute_logits(self._model, chosen)
+            ends = torch.tensor([len(each) - 1 for each in chosen], device=self._device)
+            last.append(logits[torch.arange(len(chosen), device=self._device), ends])
+            if self._recorder is None:
+                continue
+            recorded, batch = self._recorder.take(len(chosen)), islice(waiting, len(chosen))
+            for experts, sequence in zip(recorded, batch, strict=True):
+                # Later passes choose again for earlier tokens. Keep the choices of the pass that
+                # sampled the next token.
+                first = sequence.position if sequence.experts else 0
+                sequence.experts.append(experts[first : sequence.position + 1])
+        return torch.cat(last)
 
     def _finish_reason(self, sequence: _Sequence) -> FinishReason | None:
         sampling = sequence.request.sampling
