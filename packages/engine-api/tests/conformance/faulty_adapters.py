@@ -4,6 +4,8 @@ from dataclasses import replace
 
 from data_parallel_oracle import DataParallelOracle
 
+from temper_engine_api.weights import NamedWeight
+
 
 class _ChangedLora(DataParallelOracle):
     """Builds another adapter than the configuration asks for."""
@@ -84,6 +86,21 @@ class TrainsOnlyB(DataParallelOracle):
 
     def _adamw(self, name, parameter, gradient, *, lr, spec):
         super()._adamw(name, parameter, gradient, lr=0.0 if "lora_A" in name else lr, spec=spec)
+
+
+class MergesExpertsTransposed(DataParallelOracle):
+    """Merges the adapter of experts transposed where their matrices are square."""
+
+    def _iterate_weights(self):
+        base = {} if self.adapter is None else self.adapter.base_parameters()
+        for name, merged in super()._iterate_weights():
+            is_square = ".experts." in name and merged.shape[-2] == merged.shape[-1]
+            yield NamedWeight(
+                name=name,
+                tensor=base[name] + (merged - base[name]).mT
+                if is_square and name in base
+                else merged,
+            )
 
 
 class ExportsAdapterBeforeLoad(DataParallelOracle):

@@ -56,6 +56,8 @@ class FaultyEngine:
     world_size: int = 1
     layout: str | None = None
     """Replaces the world size."""
+    families: str | None = None
+    """Families of models that the tests need."""
 
     @property
     def healthy(self):
@@ -72,7 +74,8 @@ class FaultyEngine:
     @property
     def where(self):
         """Arguments for ``Kit.run``."""
-        return {"layouts": self.layout} if self.layout else {"world_sizes": str(self.world_size)}
+        ranks = {"layouts": self.layout} if self.layout else {"world_sizes": str(self.world_size)}
+        return ranks | ({"families": self.families} if self.families else {})
 
     @property
     def name(self):
@@ -570,6 +573,11 @@ FAULTY_ENGINES = (
     ),
     FaultyEngine(adapters.DecaysNoAdapter, ("test_adapter::test_adapter_updates_match_adamw",)),
     FaultyEngine(adapters.TrainsOnlyB, ("test_adapter::test_adapter_updates_match_adamw",)),
+    FaultyEngine(
+        adapters.MergesExpertsTransposed,
+        ("test_expert_adapter::test_adapter_in_family_experts_is_applied_and_merged",),
+        families="gpt_oss",
+    ),
     FaultyEngine(
         adapters.ExportsAdapterBeforeLoad, ("test_adapter::test_load_adapter_replaces_the_adapter",)
     ),

@@ -41,12 +41,22 @@ class Kit:
     shared: SharedKitResources
     folder: Path
 
-    def run(self, engine, *arguments, tests=(), world_sizes="1", layouts=None, status=None):
+    def run(
+        self,
+        engine,
+        *arguments,
+        tests=(),
+        world_sizes="1",
+        layouts=None,
+        families=None,
+        status=None,
+    ):
         """Run tests given as ``test_file::test_name``, by default all; return their outcomes.
 
         `layouts` replaces `world_sizes`. If `status` is given, pytest's exit status must equal it.
         """
-        layout_options = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
+        options = ("--layouts", layouts) if layouts else ("--world-sizes", world_sizes)
+        options += ("--families", families) if families else ()
         ini = self.folder / "empty.ini"
         ini.write_text("[pytest]\n")
         outcomes = OutcomeRecorder()
@@ -64,7 +74,7 @@ class Kit:
                     "-q",
                 ),
                 *("--tb=short", "--pyargs", *([f"{KIT}.tests.{test}" for test in tests] or [KIT])),
-                *("--engine", engine, *layout_options, *arguments),
+                *("--engine", engine, *options, *arguments),
             ],
             plugins=[outcomes, _SharedResourcesPlugin(self.shared)],
         )

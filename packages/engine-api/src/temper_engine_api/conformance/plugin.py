@@ -314,13 +314,14 @@ def _may_have_experts(layout: Layout) -> bool:
 
 
 def _has_applicable_family(test: pytest.Function) -> bool:
-    """Return False for NO_FAMILY, and for dense families in layouts that need experts."""
+    """Return False for NO_FAMILY, and for dense families in layouts or tests with experts."""
     family = test.callspec.params.get("family")
     if family is None:
         return True
     if family == NO_FAMILY:
         return False
-    return not _get_layout(test).has_experts or has_experts(FAMILIES[cast(str, family)])
+    needs_experts = _get_layout(test).has_experts or test.get_closest_marker("moe") is not None
+    return not needs_experts or has_experts(FAMILIES[cast(str, family)])
 
 
 def _get_layout(test: pytest.Function) -> Layout:

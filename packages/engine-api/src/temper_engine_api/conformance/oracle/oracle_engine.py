@@ -286,19 +286,19 @@ class OracleEngine(BaseEngine):
 
     def _iterate_weights(self) -> Iterator[NamedWeight]:
         weights = (
-            dict(self.model.named_parameters()) | self.buffers()
+            dict(self.model.named_parameters())
             if self.adapter is None
             else dict(self.adapter.iterate_merged())
-        )
+        ) | self.buffers()
         for name, tensor in FileLayout(self.model, weights).to_files(weights).items():
             yield NamedWeight(name=name, tensor=tensor)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
         targets = (
-            dict(self.model.named_parameters()) | self.buffers()
+            dict(self.model.named_parameters())
             if self.adapter is None
             else self.adapter.base_parameters()
-        )
+        ) | self.buffers()
         layout = FileLayout(self.model, targets)
         # Read and check all entries before the first write, so that a bad stream changes no weight.
         received = list(stream)

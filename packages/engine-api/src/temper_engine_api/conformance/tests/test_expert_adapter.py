@@ -10,12 +10,15 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from torch import Tensor
 
+from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
 from temper_engine_api.conformance.harness.engine_under_test import EngineUnderTest
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
     TWO_MICRO_BATCHES,
+    collect_weights,
     load_and_train,
     measure_outputs,
     train_and_save,
@@ -25,10 +28,13 @@ from temper_engine_api.conformance.harness.rank import ADAMW, EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
     LOGPROB,
     LOSS,
+    assert_all_close,
     assert_all_equal,
     assert_close,
     assert_same_state,
+    get_family_logprob,
 )
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_adapters import (
     TinyAdapter,
@@ -40,10 +46,12 @@ from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.conformance.oracle.oracle_comparison import check_update
 from temper_engine_api.conformance.tests.test_adapter import (
     TrainedAdapter,
+    compute_logprobs,
     export_adapter,
     train_adapter,
 )
-from temper_engine_api.errors import ConfigError
+from temper_engine_api.conformance.tests.test_family import make_adapter
+from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import LoraSpec, ScheduleSpec
 
@@ -67,6 +75,8 @@ FIRST_EXPERT_MATRICES = TinyAdapter(
     model=QWEN2_GROUPED,
     fields={"target_modules": ["v_proj"], "target_parameters": ["experts.gate_up_proj"]},
 )
+UNGATED = frozenset({"nemotron_h"})
+"""Families whose experts have no gate."""
 ADAPTERS = (ALL_EXPERT_MATRICES, FIRST_EXPERT_MATRICES)
 every_adapter = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
 
@@ -208,6 +218,55 @@ def test_disabled_adapter_gives_base_logprobs(
     base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
     assert_close(trained.disabled_after, base, LOGPROB, quantity="log-probs", batch=batch)
     assert trained.logprobs_again.equal(trained.logprobs)
+
+
+def test_adapter_in_family_experts_is_applied_and_merged(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, family: str
+) -> None:
+    """Adapters in experts equal those of PEFT, in log-probs and in exported weights.
+
+    The experts of a family may be stored transposed, and have no gates or more biases. If an engine
+    has no adapters for them, it raises a CapabilityError that names lora.target_parameters.
+    """
+    setup = replace(oracle.make_adapter_setup(make_expert_adapter(family)), compute="fp32")
+    batch = oracle.get_batch(model=FAMILIES[family])
+    results = engine_under_test.run(measure_adapted, setup=setup, batch=batch)
+    if isinstance(results[0], str):
+        assert all("lora.target_parameters" in str(message) for message in results)
+        return
+    logprobs, weights = results[0]
+    expected_logprobs, expected_weights = oracle.run(measure_adapted, setup=setup, batch=batch)
+    assert_close(logprobs, expected_logprobs, get_family_logprob(family), quantity="log-probs")
+    assert_all_close(weights, expected_weights, LOGPROB, quantity="merged weights")
+
+
+def measure_adapted(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
+) -> tuple[Tensor, dict[str, Tensor]] | str:
+    """Return log-probs and merged weights of an adapter, or why the engine refuses it."""
+    try:
+        engine = rank.temporary_engine(setup)
+    except CapabilityError as error:
+        return str(error)
+    return compute_logprobs(engine, batch), collect_weights(engine)
+
+
+def make_expert_adapter(family: str) -> TinyAdapter:
+    """Return an adapter on attention and experts, of which one tensor of each has square matrices.
+
+    A square matrix can be transposed without an error.
+    """
+    model, outside = FAMILIES[family], make_adapter(family)
+    width = model.settings["hidden_size"]
+    sizes = {"intermediate_size": width, "moe_intermediate_size": width}
+    known = {"moe_intermediate_size"} & model.architecture.keys() | {"intermediate_size"}
+    architecture = {**model.architecture, **{name: sizes[name] for name in known}}
+    first = "experts.up_proj" if family in UNGATED else "experts.gate_up_proj"
+    return TinyAdapter(
+        name=f"family-{family}-experts",
+        model=replace(model, name=f"{model.name}-square", architecture=architecture),
+        fields={**outside.fields, "target_parameters": [first, "experts.down_proj"]},
+    )
 
 
 def test_adapter_checkpoint_resumes_bitwise(
