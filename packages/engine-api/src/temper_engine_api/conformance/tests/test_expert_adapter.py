@@ -235,7 +235,9 @@ def test_adapter_in_family_experts_is_applied_and_merged(
         assert all("lora.target_parameters" in str(message) for message in results)
         return
     logprobs, weights = results[0]
-    expected_logprobs, expected_weights = oracle.run(measure_adapted, setup=setup, batch=batch)
+    expected = oracle.run(measure_adapted, setup=setup, batch=batch)
+    assert not isinstance(expected, str)
+    expected_logprobs, expected_weights = expected
     assert_close(logprobs, expected_logprobs, get_family_logprob(family), quantity="log-probs")
     assert_all_close(weights, expected_weights, LOGPROB, quantity="merged weights")
 
