@@ -52,7 +52,8 @@ python tools/model_components.py
 * Qwen3.5: Megatron-Bridge 0.3.1 has no provider for its text models. The Megatron engine has a
   bridge of its own, with Qwen3-Next's names.
 * The columns of Megatron show what its packages do alone. The Megatron engine replaces layers and
-  completes configs, and supports more families. Its tests [passed](nightly.md) with both pairs."""
+  completes configs, and supports more families. Gradients of its nine
+  families are compared [with both pairs](engine_megatron.md#the-newer-pair)."""
 """Text before the tables."""
 
 

@@ -103,6 +103,9 @@ def _conformance_tests(
     )
 
 
+FAMILIES_ON_TWO_RANKS = "gpt_oss or gemma2 or deepseek_v3 or qwen3_5_text or nemotron_h"
+"""One family for each kind of layer, as a -k expression."""
+
 MEGATRON_FAMILIES = (
     "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next,qwen3_5_text,qwen3_5_moe_text,"
     "nemotron_h"
@@ -154,21 +157,20 @@ STEPS = (
         # FSDP1 steps and saves its state differently; their other tests are nightly. All layouts
         # share one session, because each session imports the engine in every rank. Each kind of
         # layer has one family of models here: sinks, soft-capping, latent attention with experts,
-        # linear attention, and Mamba. Three more families are compared without updates, exports
-        # and adapters. The session `families` runs everything every night.
+        # linear attention, and Mamba. Outputs, gradients and updates of the other families run on
+        # one rank. The session `families` runs everything every night.
         commands=_conformance_tests(
             "fsdp",
             *("--world-sizes", "1,2"),
             "--layouts",
             "fsdp1.2,sp2.2,head-chunks.1,no-reshard.2,fsdp1-replicated.2,replicated.2",
-            "--families",
-            "gpt_oss,gemma2,deepseek_v3,qwen3_5_text,nemotron_h,gemma3_text,glm4_moe,qwen3_next",
+            *("--families", "all"),
             expressions={
-                "[2-ranks": "not ((gemma3_text or glm4_moe or qwen3_next) "
-                "and (updates or exported or adapter)) "
-                "and not (deepseek_v3 and adapter_in_family_experts)",
+                "[2-ranks": f"not (test_family.py and not ({FAMILIES_ON_TWO_RANKS})) and not "
+                "(adapter_in_family_experts and not (gpt_oss or nemotron_h))",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_settings.py "
-                "or test_checkpoint.py and not failed_background_save",
+                "or test_checkpoint.py and not failed_background_save or test_family.py "
+                f"and (outputs or gradient or updates) and not ({FAMILIES_ON_TWO_RANKS})",
                 "[fsdp1.2": "(test_update.py or test_optimizer.py or test_checkpoint.py) "
                 "and not follows_the_schedule and not failed_background_save",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
