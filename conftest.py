@@ -72,8 +72,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_runtest_logfinish() -> None:
-    """Leave out the modules that the tests have imported since, such as those of transformers."""
+    """Exclude modules that tests have imported since then, such as those of transformers."""
     global _num_modules
+    # One collection takes as long as a small test, so wait until many modules are new.
     if len(sys.modules) > _num_modules + 100:
         _num_modules = len(sys.modules)
         gc.collect()

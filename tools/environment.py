@@ -228,9 +228,9 @@ def _install_packages(root: Path) -> None:
 
 
 def _compile_modules(root: Path) -> None:
-    """Import the modules of a run, because Python compiles a module when it is first imported.
+    """Compile the modules that a run imports, by importing them.
 
-    Without this, each run would compile them again where PYTHONDONTWRITEBYTECODE is set.
+    Otherwise each run would compile them again where PYTHONDONTWRITEBYTECODE is set.
     """
     imports = f"import {', '.join(MODULES_OF_A_RUN)}"
     _run(root, [str(env_python(root)), "-c", imports], action="importing the packages")

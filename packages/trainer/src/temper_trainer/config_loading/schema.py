@@ -130,6 +130,7 @@ def collect_keys(
     cls: type, *, engine_class: type[EngineConfig], prefix: str = ""
 ) -> dict[str, Entry]:
     """Return all dotted keys below a dataclass in order, including nested dataclasses."""
+    # mypy does not know that a `type[EngineConfig]` is hashable.
     hashable: type = engine_class
     return dict(_collect_keys(cls, hashable, prefix))
 

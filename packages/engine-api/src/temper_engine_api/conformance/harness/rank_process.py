@@ -186,7 +186,8 @@ class _RankServer:
         return self._ranks[request.engine]
 
     def _freeze_new_modules(self) -> None:
-        """Leave what earlier jobs have imported, such as a family's module, out of collections."""
+        """Exclude modules that earlier jobs have imported from garbage collection."""
+        # One collection takes as long as a small test, so wait until many modules are new.
         if len(sys.modules) > self._num_modules + 100:
             self._num_modules = len(sys.modules)
             gc.collect()

@@ -42,21 +42,26 @@ def _sampling(draft: Draft) -> None:
         "sampling.max_tokens", response_key(draft), rule="response-length", expected="number"
     )
     _prompt_limit(draft)
-    # Samplers of vLLM and SGLang take it from a batch's meta_info, which training leaves out.
-    reads_do_sample = draft.text(f"{BLOCK}.name") == "hf"
-    if not reads_do_sample:
-        draft.explain_drop(f"{BLOCK}.do_sample", "in training only the sampler hf read it")
-    if draft.switch("trainer.val_only"):
-        pass
-    elif reads_do_sample and draft.old.get(f"{BLOCK}.do_sample") is False:
-        draft.find("greedy", f"{BLOCK}.do_sample", given="do_sample is false")
-    elif draft.number(f"{BLOCK}.temperature") == 0:
-        draft.find("greedy", f"{BLOCK}.temperature", given="temperature is 0")
+    _ask_about_greedy_sampling(draft)
     if draft.switch(f"{BLOCK}.ignore_eos"):
         draft.find("ignore-eos", f"{BLOCK}.ignore_eos")
     for key in _PARAMETERS:
         if draft.old.is_set(key) and not (uses_servers(draft) and draft.since("v0.5.0")):
             draft.find("sampling-parameter", key, value=draft.old.get(key))
+
+
+def _ask_about_greedy_sampling(draft: Draft) -> None:
+    """Report training with greedy completions, which needs a decision."""
+    # Samplers of vLLM and SGLang take it from a batch's meta_info, which training leaves out.
+    reads_do_sample = draft.text(f"{BLOCK}.name") == "hf"
+    if not reads_do_sample:
+        draft.explain_drop(f"{BLOCK}.do_sample", "in training only the sampler hf read it")
+    if draft.switch("trainer.val_only"):
+        return
+    if reads_do_sample and draft.old.get(f"{BLOCK}.do_sample") is False:
+        draft.find("greedy", f"{BLOCK}.do_sample", given="do_sample is false")
+    elif draft.number(f"{BLOCK}.temperature") == 0:
+        draft.find("greedy", f"{BLOCK}.temperature", given="temperature is 0")
 
 
 def _top_k(draft: Draft, block: str, *, rule: str, new: str) -> None:
