@@ -496,6 +496,10 @@ FAULTY_ENGINES = (
         ("test_call_order::test_engine_after_a_closed_engine_gives_the_same_update",),
     ),
     FaultyEngine(
+        training.KeepsItsGroups,
+        ("test_call_order::test_close_destroys_the_groups_of_the_engine",),
+    ),
+    FaultyEngine(
         training.IgnoresComputeDtype,
         ("test_logprob::test_head_outputs_are_float32_under_bf16",),
     ),

@@ -348,6 +348,14 @@ class IgnoresDeterministic(DataParallelOracle):
         yield
 
 
+class KeepsItsGroups(DataParallelOracle):
+    """Destroys none of its process groups if the default group remains."""
+
+    def init_model(self):
+        super().init_model()
+        dist.new_group()
+
+
 class IgnoresComputeDtype(DataParallelOracle):
     """Computes in float32 whatever ``precision.compute`` says."""
 

@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from typing import Literal
 
 import pytest
@@ -12,6 +13,7 @@ from temper_engine_api.errors import ConfigError
 from temper_trainer.config.data import ArithmeticSource
 from temper_trainer.data.arithmetic import (
     Step,
+    draw_long_problem,
     draw_problem,
     generate_arithmetic_rows,
     is_test_question,
@@ -71,6 +73,45 @@ def test_every_answer_text_is_right_and_every_wrong_one_is_consistent(seed: int)
     wrong = replace_first_operation(problem.steps)
     check_text(solve(wrong))
     assert wrong[0].operator != problem.steps[0].operator
+
+
+@given(seed=st.integers(0, 2**32), num_operations=st.integers(1, 12))
+def test_long_problem_has_one_operation_per_event(seed: int, num_operations: int) -> None:
+    problem = draw_long_problem(random.Random(seed), num_operations=num_operations)
+    check_text(solve(problem.steps))
+    check_text(solve(replace_first_operation(problem.steps)))
+    first, *events, last = re.split(r"(?<=\.) ", problem.question)
+    number = int(re.findall(r"\d+", first)[0])
+    assert problem.steps[0].left == number
+    for event, step in zip(events, problem.steps, strict=True):
+        change = int(re.findall(r"\d+", event)[0])
+        one = first.split()[0]
+        if "times" in event:
+            assert step.operator == "*"
+            number *= change
+        elif event.startswith((f"{one} loses", f"{one} sells", f"{one} gives")):
+            assert step.operator == "-"
+            number -= change
+        else:
+            assert step.operator == "+"
+            number += change
+    assert solve(problem.steps).endswith(f"#### {number}")
+    assert last.startswith("How many")
+
+
+def test_max_operations_bounds_the_operations_of_problems() -> None:
+    rows = generate_arithmetic_rows(
+        ArithmeticSource(
+            max_rows=400, max_operations=6, difficulty_key="operations", category_key="operations"
+        )
+    )
+    counts = Counter(row.difficulty for row in rows)
+    assert set(counts) == {1.0, 2.0, 3.0, 4.0, 5.0, 6.0}
+    # 400 draws of six: 67 each, with a standard deviation of 7.5.
+    assert all(30 < count < 105 for count in counts.values())
+    assert {row.category for row in rows} == {"one", "two", "more"}
+    with pytest.raises(ConfigError, match="max_operations of ArithmeticSource is 1, but must be"):
+        ArithmeticSource(max_rows=4, max_operations=1)
 
 
 def test_train_and_test_questions_are_disjoint_for_all_seeds() -> None:

@@ -1,6 +1,6 @@
 """An engine's process group and device meshes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,8 @@ class Membership:
     """Device on which this rank computes."""
     owns_group: bool
     """True if the engine created the default group and must destroy it."""
+    built: list[ProcessGroup] = field(default_factory=list)
+    """Other groups that the engine created and must destroy."""
 
 
 def join(*, device: torch.device, timeout_s: float) -> Membership:
@@ -39,7 +41,8 @@ def join(*, device: torch.device, timeout_s: float) -> Membership:
 
 
 def leave(membership: Membership) -> None:
-    """Destroy the default group if this engine created it."""
+    """Destroy the groups that this engine created."""
+    process_group.destroy_groups(membership.built)
     if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -67,7 +70,8 @@ def build_data_groups(membership: Membership, *, sequence_parallel: int) -> Data
             f"{world_size}: choose a divisor."
         )
     shape, names = (world_size // sequence_parallel, sequence_parallel), ("data", "sequence")
-    mesh = init_device_mesh(membership.device.type, shape, mesh_dim_names=names)
+    with process_group.record_groups(membership.built):
+        mesh = init_device_mesh(membership.device.type, shape, mesh_dim_names=names)
     return DataGroups(
         data_parallel=mesh.get_group("data"), sequence_parallel=mesh.get_group("sequence")
     )
@@ -86,8 +90,9 @@ def build_mesh(
     world_size = membership.world_size
     size = world_size if fsdp_size is None else fsdp_size
     kind = membership.device.type if kind is None else kind
-    if size == world_size:
-        return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD_AXIS,))
-    return init_device_mesh(
-        kind, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
-    )
+    with process_group.record_groups(membership.built):
+        if size == world_size:
+            return init_device_mesh(kind, (size,), mesh_dim_names=(SHARD_AXIS,))
+        return init_device_mesh(
+            kind, (world_size // size, size), mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)
+        )

@@ -122,6 +122,8 @@ class Membership:
 
 _NUM_ENGINES: Counter[ParallelSizes] = Counter()
 """Number of engines by parallel sizes; at most one key, since Megatron has one set of groups."""
+_BUILT: list[dist.ProcessGroup] = []
+"""Megatron's groups, which all these engines share."""
 
 
 def join_groups(config: MegatronConfig) -> Membership:
@@ -183,8 +185,9 @@ def leave_groups(membership: Membership) -> None:
     if _NUM_ENGINES[membership.sizes] == 0:
         # Remove the key, so that the next engine may have other sizes.
         _NUM_ENGINES.clear()
-        # This call only clears Megatron's variables. The groups end with the default group.
+        # This call only clears Megatron's variables.
         parallel_state.destroy_model_parallel()
+        process_group.destroy_groups(_BUILT)
     if membership.owns_group and dist.is_initialized():
         dist.destroy_process_group()
 
@@ -225,7 +228,7 @@ def _check_sizes(config: MegatronConfig, sizes: ParallelSizes, world_size: int) 
 
 
 def _create_groups(sizes: ParallelSizes, *, timeout_s: float, seed: int) -> None:
-    with support_missing_cuda(), preserve_rng_state():
+    with support_missing_cuda(), preserve_rng_state(), process_group.record_groups(_BUILT):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor_parallel,
             pipeline_model_parallel_size=sizes.pipeline_parallel,

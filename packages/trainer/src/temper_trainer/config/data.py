@@ -170,10 +170,12 @@ class DatasetsSource(RecordSource):
 
 @variant("arithmetic")
 class ArithmeticSource(DataSource):
-    """Generated word problems with one or two operations."""
+    """Generated word problems."""
 
     max_rows: PositiveInt
     """Number of problems to generate."""
+    max_operations: Annotated[int, Range(at_least=2)] = 2
+    """Most operations of a problem. 2: one or two. More: any number up to it, equally likely."""
     split: Literal["train", "test"] = "train"
     """Part of all problems; the two never share one."""
     seed: int = 0
@@ -181,17 +183,17 @@ class ArithmeticSource(DataSource):
     wrong_first_operation: UnitFloat = 0.0
     """Fraction of demonstrations with a wrong first operation and hence a wrong answer."""
     difficulty_key: Literal["operations"] | None = None
-    """operations: the difficulty is the number of operations, 1 or 2."""
+    """operations: the difficulty is the number of operations."""
     route_key: Literal["operations"] | None = None
-    """operations: the route, which selects the teacher, is one or two."""
+    """operations: the route, which selects the teacher, is one, two or more."""
     teacher_prompt_key: Literal["solved"] | None = None
     """solved: the teacher's prompt is the solution, followed by the problem."""
     completion_key: Literal["solution"] | None = None
     """solution: the given completion is the demonstrated solution."""
     category_key: Literal["operations"] | None = None
-    """operations: the category in evaluations is one or two."""
+    """operations: the category in evaluations is one, two or more."""
     reward_key: Literal["operations"] | None = None
-    """operations: the reward of a problem is named one or two."""
+    """operations: the reward of a problem is named one, two or more."""
 
     @property
     def location(self) -> str:

@@ -1,4 +1,4 @@
-"""Generated word problems of one or two steps in GSM8K's format; train and test never overlap.
+"""Generated word problems in GSM8K's format, of one or two steps by default.
 
 A problem is a question, and an answer text that ends in ``#### N``:
 
@@ -9,7 +9,7 @@ A problem is a question, and an answer text that ends in ``#### N``:
 
 A demonstration may be wrong on purpose: its first operation is replaced, and the wrong result is
 carried through to the answer. Such demonstrations teach the format and leave room for RL to
-improve.
+improve. Train and test never share a question.
 """
 
 import hashlib
@@ -39,6 +39,8 @@ ITEMS = (
 
 MAX_ADDEND = 10
 MAX_FACTOR = 5
+MAX_MULTIPLIED = 30
+"""Largest number that an event of a long problem multiplies."""
 TEST_MODULUS = 10
 """One question in this many belongs to the test split."""
 _MAX_REPEATS = 1000
@@ -60,7 +62,7 @@ class Problem:
 
     question: str
     steps: tuple[Step, ...]
-    """One or two operations."""
+    """One operation or more."""
 
 
 def solve(steps: Sequence[Step]) -> str:
@@ -78,8 +80,7 @@ def replace_first_operation(steps: Sequence[Step]) -> tuple[Step, ...]:
     """Return the steps with a wrong first operation; all results stay at least 1.
 
     A sum becomes a difference, or a product if the difference would be below 1; a difference or a
-    product becomes a sum. A second-step subtraction that would then fall below 1 becomes an
-    addition.
+    product becomes a sum. Later subtractions that would then fall below 1 become additions.
     """
     first = steps[0]
     assert first.left is not None
@@ -90,9 +91,10 @@ def replace_first_operation(steps: Sequence[Step]) -> tuple[Step, ...]:
     for step in steps[1:]:
         left = carried if step.left is None else step.left
         right = carried if step.right is None else step.right
-        wrong.append(
-            replace(step, operator="+") if step.operator == "-" and left <= right else step
-        )
+        if step.operator == "-" and left <= right:
+            step = replace(step, operator="+")
+        wrong.append(step)
+        carried = _apply(left, step.operator, right)
     return tuple(wrong)
 
 
@@ -103,6 +105,27 @@ def draw_problem(rng: random.Random) -> Problem:
     """
     one, other = rng.sample(NAMES, 2)
     return rng.choice(_STORIES)(rng, one, other, rng.choice(ITEMS))
+
+
+def draw_long_problem(rng: random.Random, *, num_operations: int) -> Problem:
+    """Draw a story of events that each change the number of one person's items.
+
+    Sums and differences change the number by 1 to 10, products by a factor of 2 or 3. All results
+    are above 0, and only numbers up to MAX_MULTIPLIED are multiplied.
+    """
+    one, other = rng.sample(NAMES, 2)
+    things = rng.choice(ITEMS)
+    carried = _addend(rng)
+    sentences = [f"{one} has {carried} {things}."]
+    steps: list[Step] = []
+    for _ in range(num_operations):
+        operator, right = _draw_event(rng, carried)
+        steps.append(Step(left=None if steps else carried, operator=operator, right=right))
+        template = rng.choice(_EVENTS[operator])
+        sentences.append(template.format(one=one, other=other, number=right, things=things))
+        carried = _apply(carried, operator, right)
+    sentences.append(f"How many {things} does {one} have now?")
+    return Problem(question=" ".join(sentences), steps=tuple(steps))
 
 
 def is_test_question(question: str) -> bool:
@@ -126,7 +149,7 @@ def generate_arithmetic_rows(config: ArithmeticSource) -> list[Row]:
     seen: set[str] = set()
     rows: list[Row] = []
     while len(rows) < config.max_rows:
-        problem = _draw_unseen(problems, seen, is_test=config.split == "test")
+        problem = _draw_unseen(problems, seen, config)
         is_wrong = mistakes.random() < config.wrong_first_operation
         demonstrated = replace_first_operation(problem.steps) if is_wrong else problem.steps
         rows.append(
@@ -153,12 +176,17 @@ def generate_arithmetic_rows(config: ArithmeticSource) -> list[Row]:
 
 
 def _count_operations(problem: Problem) -> str:
-    return "one" if len(problem.steps) == 1 else "two"
+    return {1: "one", 2: "two"}.get(len(problem.steps), "more")
 
 
-def _draw_unseen(rng: random.Random, seen: set[str], *, is_test: bool) -> Problem:
+def _draw_unseen(rng: random.Random, seen: set[str], config: ArithmeticSource) -> Problem:
+    is_test = config.split == "test"
     for _ in range(_MAX_REPEATS):
-        problem = draw_problem(rng)
+        if config.max_operations == 2:
+            problem = draw_problem(rng)
+        else:
+            count = rng.randint(1, config.max_operations)
+            problem = draw_long_problem(rng, num_operations=count)
         if problem.question not in seen and is_test_question(problem.question) == is_test:
             seen.add(problem.question)
             return problem
@@ -175,6 +203,23 @@ def _apply(left: int, operator: Operator, right: int) -> int:
             return left - right
         case "*":
             return left * right
+
+
+def _draw_event(rng: random.Random, carried: int) -> tuple[Operator, int]:
+    """Draw the operator and the right operand of an event of a long problem."""
+    operators: list[Operator] = ["+", "+"]
+    if carried > 1:
+        operators += ["-", "-"]
+    if carried <= MAX_MULTIPLIED:
+        operators += ["*"]
+    operator = rng.choice(operators)
+    match operator:
+        case "+":
+            return operator, _addend(rng)
+        case "-":
+            return operator, rng.randint(1, min(MAX_ADDEND, carried - 1))
+        case "*":
+            return operator, rng.randint(2, 3)
 
 
 def _addend(rng: random.Random) -> int:
@@ -285,3 +330,18 @@ _STORIES = (
     _has_more_than,
     _has_times_as_many,
 )
+
+_EVENTS: dict[Operator, tuple[str, ...]] = {
+    "+": (
+        "{one} buys {number} more {things}.",
+        "{one} finds {number} {things}.",
+        "{other} gives {one} {number} {things}.",
+    ),
+    "-": (
+        "{one} loses {number} {things}.",
+        "{one} sells {number} {things}.",
+        "{one} gives {other} {number} {things}.",
+    ),
+    "*": ("Soon {one} has {number} times as many {things}.",),
+}
+"""Sentences about the events of a long problem, by what they do to the number of items."""

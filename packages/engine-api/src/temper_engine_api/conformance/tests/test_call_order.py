@@ -30,6 +30,7 @@ from temper_engine_api.conformance.inputs.failing_probe import InjectedError
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.distributed.rank_connections import list_groups
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import ConfigError, EngineStateError
 from temper_engine_api.objective import HeadOutput
@@ -351,6 +352,31 @@ def update_closed_and_new_engine(
         # The owner of an engine closes it again if init_model() did so after a failure.
         engine.close()
     return updates
+
+
+def test_close_destroys_the_groups_of_the_engine(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """`close` destroys the process groups that the engine created, and no other one."""
+    for num_before, num_open, num_after in engine_under_test.run(
+        count_groups, setup=oracle.make_setup(QWEN2_GROUPED)
+    ):
+        assert num_after == num_before, (
+            f"{num_before} process groups existed before the engine, {num_open} next to it and "
+            f"{num_after} after close(): destroy those that your engine created, and only those"
+        )
+
+
+def count_groups(rank: Rank, *, setup: EngineSetup) -> tuple[int, int, int]:
+    """Return the number of process groups before, next to and after an engine."""
+    # Engines in a process may share groups, which the last one destroys.
+    rank.close_all()
+    num_before = len(list_groups())
+    engine: BaseEngine = rank.construct_engine(setup)
+    engine.init_model()
+    num_open = len(list_groups())
+    engine.close()
+    return num_before, num_open, len(list_groups())
 
 
 def test_reading_gradients_changes_no_weight(
