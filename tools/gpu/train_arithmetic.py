@@ -18,7 +18,9 @@ curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and `ray-ppo-megatron`
 need Ray and four GPUs. The runs `tool-sync`, `tool-async` and `vllm-distillation` need vLLM: name
 its interpreter with `--rollout-python`. The first two call a calculator at every `=`, and the third
-one has a vLLM server for the teacher, too. All servers and the actor share the GPU.
+one has a vLLM server for the teacher, too. `long-sync` and `long-async` are `tool-sync` and
+`tool-async` with 512 rollouts per step on problems of up to ten operations; the same command
+continues them from their last checkpoint. All servers and the actor share the GPU.
 Name runs with Ray or vLLM with `--runs`, also `grpo-te` and `grpo-te-float8`, which need
 TransformerEngine.
 """
@@ -125,6 +127,25 @@ VLLM_RUNS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Configuration overrides by run with a vLLM server."""
+_LONG = (
+    *_TOOL,
+    *(f"{rows}.max_operations=10" for rows in ("data.train", "data.eval", "warm_start.data")),
+    "data.train.max_rows=40000",
+    "data.max_prompt_tokens=112",
+    # Ten calls of at most 8 tokens, their answers, and the final line.
+    "environment.max_turns=12",
+    "environment.max_tokens=112",
+    "sampling.max_tokens=24",
+    "run.eval_sampling.max_tokens=24",
+    "batching.prompts_per_step=64",
+    "batching.max_tokens=16384",
+    "run.resume=auto",
+)
+LONG_RUNS: dict[str, tuple[str, ...]] = {
+    "long-sync": _LONG,
+    "long-async": (*_LONG, "loop=async", "asynchrony.max_staleness=2"),
+}
+"""Configuration overrides of runs with a vLLM server on problems of up to ten operations."""
 _ON_FOUR_WORKERS = ("runtime.kind=ray", "actor.num_workers=4")
 TRANSFORMER_ENGINE_RUNS: dict[str, tuple[str, ...]] = {
     "grpo-te": ("model_engine=megatron", "actor.engine.layers=transformer_engine"),
@@ -151,6 +172,8 @@ RAY_RUNS: dict[str, tuple[str, ...]] = {
 _VLLM_ON_GPU = ("rollout.vllm.kv_cache_bytes=17179869184", "weight_sync.transport=cuda_ipc")
 _VLLM_ON_CPU = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true")
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
+SAVE_LONG_RUNS_EVERY = 100
+"""Steps between checkpoints of runs that continue where they were interrupted."""
 SHORTEST_S = 75.0
 """Seconds that must be left to start a run."""
 
@@ -187,12 +210,14 @@ def list_overrides(
         else []
     )
     placement: list[str] = []
-    if name in VLLM_RUNS:
+    if name in VLLM_RUNS or name in LONG_RUNS:
         placement = [f"runtime.rollout_python={rollout_python}"]
         placement += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
     elif name in RAY_RUNS:
         placement = ["runtime.cpus_per_worker=0.5" if rehearse else "runtime.gpus_per_worker=1"]
-    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | TRANSFORMER_ENGINE_RUNS | RAY_RUNS)[name]
+    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | LONG_RUNS | TRANSFORMER_ENGINE_RUNS | RAY_RUNS)[
+        name
+    ]
     base: list[str] = []
     if name in FROM_WARM_START:
         # Without the sizes and the settings of the warm start, which the saved model replaces.
@@ -213,7 +238,7 @@ def list_overrides(
         "experiment=quickstart",
         *(tiny if rehearse else size),
         f"run.dir={out / name}",
-        "run.save_every=1000",
+        f"run.save_every={SAVE_LONG_RUNS_EVERY if name in LONG_RUNS else 1000}",
         *teacher,
         *base,
         *(each.replace("PAIRS", str(out / "pairs.jsonl")) for each in chosen),
