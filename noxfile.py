@@ -36,7 +36,7 @@ from tools.other_engines import VERL
 from tools.peers import REQUIREMENTS as PEER_REQUIREMENTS
 from tools.requirements import list_sibling_pairs, pin_lower_bounds
 from tools.scenarios import SCENARIOS
-from tools.steps import MEGATRON_FAMILIES
+from tools.steps import HYBRID_FAMILIES, MEGATRON_FAMILIES
 
 nox.options.default_venv_backend = "virtualenv"
 nox.options.sessions = ["tests"]
@@ -58,8 +58,11 @@ KIT_ARGUMENTS = {
 }
 """Layouts in which `conformance` runs an engine, with the slow tests."""
 
-FAMILY_LAYOUTS = "fsdp1.1,fsdp1.2,hybrid.4,checkpointed.1,checkpointed.2,together.2,ep.2"
-"""Layouts of the FSDP engine without sequence parallelism, which hybrids refuse."""
+FAMILY_LAYOUTS = (
+    "fsdp1.1,fsdp1.2,hybrid.4,checkpointed.1,checkpointed.2,together.2,ep.2,"
+    "sp2.2,sp4.4,sp2-hybrid.4,ep-sp2-checkpointed.4"
+)
+"""Layouts of the FSDP engine in which its families run."""
 MEGATRON_FAMILY_LAYOUTS = (
     "ep2,tp2-sp-ep2,tp2-sp-pp2-ep2,pp2-vpp2,cp2,cp2-padded,pp2-recompute,pp2-dp2-distopt"
 )
@@ -194,18 +197,21 @@ def families(session: nox.Session) -> None:
 
     Updates the table in docs/models.md, unless there are arguments.
     """
+    # FSDPEngine refuses hybrids in layouts with sequence parallelism.
+    without_hybrids = f"family and not ((sp2 or sp4) and ({HYBRID_FAMILIES}))"
     engines = {
-        "fsdp": ("all", FAMILY_LAYOUTS),
-        "megatron": (MEGATRON_FAMILIES, MEGATRON_FAMILY_LAYOUTS),
+        "fsdp": ("all", FAMILY_LAYOUTS, without_hybrids),
+        "megatron": (MEGATRON_FAMILIES, MEGATRON_FAMILY_LAYOUTS, "family"),
     }
     paths = [str(ROOT / ".temper" / f"families-{engine}.json") for engine in engines]
-    for path, (engine, (chosen, layouts)) in zip(paths, engines.items(), strict=True):
+    for path, (engine, (chosen, layouts, tests)) in zip(paths, engines.items(), strict=True):
         kit = ["-m", "pytest", "--pyargs", "temper_engine_api.conformance", "--engine", engine]
         session.run(
             str(ensure_environment(ROOT)),
             *kit,
-            *("--groups", "family", "--families", chosen, "--thorough"),
-            *("--world-sizes", "1,2,4", "--layouts", layouts),
+            # Of the group expert_adapter, the expression selects the test of families.
+            *("--groups", "family,expert_adapter", "--families", chosen, "-k", tests),
+            *("--thorough", "--world-sizes", "1,2,4", "--layouts", layouts),
             *("--results", path, "--resume"),
             *session.posargs,
             external=True,

@@ -105,6 +105,8 @@ def _conformance_tests(
 
 FAMILIES_ON_TWO_RANKS = "gpt_oss or gemma2 or deepseek_v3 or qwen3_5_text or nemotron_h"
 """One family for each kind of layer, as a -k expression."""
+HYBRID_FAMILIES = "qwen3_next or qwen3_5 or nemotron_h"
+"""Families with linear attention or Mamba layers, as a -k expression."""
 
 MEGATRON_FAMILIES = (
     "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next,qwen3_5_text,qwen3_5_moe_text,"

@@ -23,6 +23,7 @@ from tools.family_table import (
     summarize,
     update_page,
 )
+from tools.steps import HYBRID_FAMILIES
 
 OUTPUTS, GRADIENTS, *_ = COLUMNS
 NOTHING_IN_VLLM: dict[str, Any] = {"versions": {}, "families": {}}
@@ -106,6 +107,25 @@ def test_test_that_always_runs_in_float32_does_not_count_as_bf16() -> None:
         (ROOT / PAGE).read_text(), [summarize(make_run(compute="bf16"))], NOTHING_IN_VLLM
     )
     assert "| mixtral | e, bf16 | 1 | 0.05 | - | - | - | - | - |\n" in page
+
+
+def test_results_of_other_groups_have_no_column() -> None:
+    run = make_run()
+    other = ConformanceResult(
+        test="test_adapter_in_family_experts_is_applied_and_merged[1-rank-mixtral]",
+        group="expert_adapter",
+        layout="1-rank",
+        outcome=Outcome.PASSED,
+    )
+    assert summarize(replace(run, results=[*run.results, other])) == summarize(run)
+
+
+def test_families_without_sequence_parallelism_are_those_whose_layers_have_a_state() -> None:
+    names = HYBRID_FAMILIES.split(" or ")
+    with_state = {"linear_num_value_heads", "mamba_num_heads"}
+    for family, model in FAMILIES.items():
+        is_named = any(name in family for name in names)
+        assert is_named == bool(with_state & model.architecture.keys()), family
 
 
 def test_stopped_run_is_refused() -> None:
