@@ -35,6 +35,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.inputs.tiny_models import QWEN2_GROUPED, TinyModel
+from temper_engine_api.conformance.oracle.oracle_comparison import check_replayed_mismatch
 from temper_engine_api.errors import BatchError, CapabilityError, ConfigError
 from temper_engine_api.layout import Layout
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
@@ -359,6 +360,15 @@ def test_returned_experts_are_those_of_transformers(engine_in_layout, oracle, la
     # In any order.
     actual = outputs.columns[HeadOutput.ROUTED_EXPERTS]
     assert actual.sort().values.equal(expected.sort().values)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    select_layouts(["pp2", "cp2"], nightly=["one-rank", "pp2-vpp2", "tp2-sp", "cp2-ep2"]),
+)
+def test_replay_leaves_the_mismatch_of_a_dense_model(engine_in_layout, oracle, layout):
+    # The kit runs this test in its default layouts and in those with experts.
+    check_replayed_mismatch(engine_in_layout(layout), oracle)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,17 @@ EXPERTS: Mapping[str, Scalar] = MappingProxyType(
     {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
 )
 """Config of MoE models; four experts, so that two ranks have two each."""
+_NARROW_EXPERTS = {**QWEN3.architecture, **EXPERTS, "num_experts_per_tok": 4}
+ROUTED = TinyModel(
+    name="qwen3-routed",
+    architecture={**_NARROW_EXPERTS, "num_experts": 16, "moe_intermediate_size": 12},
+)
+"""QWEN3 with experts. Four of 16 are chosen, which together are as wide as its dense layers."""
+UNROUTED = TinyModel(
+    name="qwen3-unrouted",
+    architecture={**_NARROW_EXPERTS, "num_experts": 4, "moe_intermediate_size": 12},
+)
+"""ROUTED with the four experts of each token only, so that its routers have no choice."""
 
 LANGUAGE_MODELS = (QWEN2_TIED, QWEN2_UNTIED, QWEN2_GROUPED, LLAMA, QWEN3)
 

@@ -25,6 +25,7 @@ from temper_engine_api.conformance.harness.tolerances import (
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.inputs.tiny_models import EXPERTS, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
+from temper_engine_api.conformance.oracle.oracle_comparison import check_replayed_mismatch
 from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 
@@ -185,3 +186,14 @@ def test_gradient_with_replayed_experts_matches_transformers(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
         assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
+
+
+@pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
+def test_replay_leaves_the_mismatch_of_a_dense_model(
+    engine_under_test: EngineUnderTest, dense_oracle: OracleCache
+) -> None:
+    """With the experts of a sampler in bf16, log-probs are as close to it as those of a dense model.
+
+    Without replay, rounding sends some tokens to other experts.
+    """
+    check_replayed_mismatch(engine_under_test, dense_oracle)
