@@ -64,11 +64,12 @@ def test_fsdp1_is_refused() -> None:
         FSDPConfig(model=ModelSpec(architecture=EXPERTS), strategy="fsdp1", expert_parallel=True)
 
 
-def test_copies_of_shards_are_refused(config: FSDPConfig) -> None:
-    divided = replace(config, expert_parallel=True, fsdp_size=2)
-    divided.check_num_ranks(2)
-    with pytest.raises(ConfigError, match=r"fsdp_size is less than .* set fsdp_size to null"):
-        divided.check_num_ranks(4)
+def test_copies_on_single_ranks_are_refused(config: FSDPConfig) -> None:
+    replace(config, expert_parallel=True, fsdp_size=2).check_num_ranks(4)
+    copied = replace(config, expert_parallel=True, fsdp_size=1)
+    copied.check_num_ranks(1)
+    with pytest.raises(ConfigError, match="has no effect with fsdp_size 1"):
+        copied.check_num_ranks(4)
 
 
 def test_adapter_on_experts_is_refused(start: Callable[..., FSDPEngine]) -> None:

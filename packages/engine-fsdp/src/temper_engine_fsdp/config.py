@@ -31,8 +31,8 @@ class FSDPConfig(EngineConfig):
     expert_parallel: bool = False
     """Compute each expert on the rank that has its shard, and send tokens there.
 
-    The parameters of experts are then never gathered. Needs fsdp2, all ranks in one shard group,
-    and a number of experts that the ranks divide evenly.
+    The parameters of experts are then never gathered. Needs fsdp2, and a number of experts that
+    `fsdp_size` divides. With fewer ranks than all, every copy of the parameters has all experts.
     """
     reshard_after_forward: bool | int = True
     """Free gathered parameters of a layer after its forward pass and gather them again for
@@ -230,8 +230,8 @@ class FSDPConfig(EngineConfig):
         """Check that these ranks can shard the model as configured.
 
         Raises:
-            ConfigError: If fsdp_size or reshard_after_forward is no divisor, or experts would be
-                replicated.
+            ConfigError: If fsdp_size or reshard_after_forward is no divisor, or expert_parallel has
+                no effect.
         """
         num_shards = num_ranks if self.fsdp_size is None else self.fsdp_size
         if num_ranks % num_shards:
@@ -239,10 +239,10 @@ class FSDPConfig(EngineConfig):
                 f"fsdp_size is {num_shards}, but must divide the world size {num_ranks}: choose a "
                 "divisor."
             )
-        if self.expert_parallel and num_shards < num_ranks:
+        if self.expert_parallel and num_shards == 1 < num_ranks:
             raise ConfigError(
-                "expert_parallel is on and fsdp_size is less than the number of ranks, but the "
-                "gradients of experts are not summed over replicas: set fsdp_size to null."
+                "expert_parallel is on, but has no effect with fsdp_size 1, which gives every rank "
+                "all experts: set fsdp_size to null or above 1, or expert_parallel to false."
             )
         reshards = self.reshard_after_forward
         if not isinstance(reshards, bool) and num_shards > 1 and num_shards % reshards:

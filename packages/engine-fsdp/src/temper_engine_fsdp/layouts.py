@@ -43,6 +43,12 @@ LAYOUTS = (
         without=frozenset({Capability.ADAPTER_ON_EXPERTS}),
     ),
     Layout(
+        name="ep-hybrid.4",
+        world_size=4,
+        fields={"expert_parallel": True, "fsdp_size": 2},
+        without=frozenset({Capability.ADAPTER_ON_EXPERTS}),
+    ),
+    Layout(
         name="ep-sp2-checkpointed.4",
         world_size=4,
         fields={"expert_parallel": True, "sequence_parallel": 2, "activation_checkpointing": True},

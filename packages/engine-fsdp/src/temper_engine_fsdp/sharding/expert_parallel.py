@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from temper_engine_api.errors import CapabilityError, ConfigError
-from temper_engine_fsdp.sharding.sharded_parameter import distribute_rows
+from temper_engine_fsdp.runtime.process_group import REPLICATE_AXIS, SHARD_AXIS
+from temper_engine_fsdp.sharding.sharded_parameter import distribute_rows, local_tensor
 
 NAME = "temper_expert_parallel"
 """Name under which `compute_experts` is registered in transformers."""
@@ -33,7 +34,7 @@ class Division:
     """Ranks that divide a model's experts, and the function that computes each rank's experts."""
 
     group: ProcessGroup
-    """Ranks that have different experts."""
+    """Ranks that share one copy of the parameters, and have different experts."""
     compute: torch.dtype
     """Compute dtype for the experts."""
     local_function: str
@@ -41,7 +42,9 @@ class Division:
 
 
 class ExpertDivider:
-    """Divides a model's experts across the ranks in a mesh with one axis.
+    """Divides a model's experts across the ranks that share one copy of the parameters.
+
+    With hybrid sharding every copy has all experts, and their gradients are summed over the copies.
 
     Raises:
         CapabilityError: If the model computes its experts in its own way.
@@ -50,7 +53,9 @@ class ExpertDivider:
 
     def __init__(self, hf: PreTrainedModel, *, mesh: DeviceMesh, compute: torch.dtype) -> None:
         self._mesh = mesh
-        group = mesh.get_group()
+        group = mesh.get_group(SHARD_AXIS)
+        self._copies = mesh.get_group(REPLICATE_AXIS) if mesh.ndim > 1 else None
+        """Ranks that have copies of the same experts; None if there is one copy."""
         check_divisible_experts(hf, num_shards=group.size())
         ALL_EXPERTS_FUNCTIONS.register(NAME, compute_experts)
         division = Division(
@@ -59,26 +64,38 @@ class ExpertDivider:
         for experts in find_experts(hf):
             setattr(experts, _DIVISION, division)
         hf.set_experts_implementation(NAME)
-        self.parameters: set[nn.Parameter] = set()
-        """Divided parameters so far, which FSDP must ignore."""
+        self.parameters: list[nn.Parameter] = []
+        """Divided parameters so far, which FSDP must ignore; in the same order on all ranks."""
 
     def divide(self, module: nn.Module) -> None:
         """Keep only this rank's experts of a module; call it after loading the weights."""
+        placements = [*([Replicate()] * (self._mesh.ndim - 1)), Shard(0)]
         for experts in find_experts(module):
             for name, parameter in list(experts.named_parameters(recurse=False)):
-                rows = distribute_rows(parameter.data, mesh=self._mesh, placements=[Shard(0)])
+                rows = distribute_rows(parameter.data, mesh=self._mesh, placements=placements)
                 # Clone, so that the memory of all experts is freed.
                 local = DTensor.from_local(
                     rows.to_local().clone(),
                     self._mesh,
-                    [Shard(0)],
+                    placements,
                     run_check=False,
                     shape=rows.shape,
                     stride=rows.stride(),
                 )
                 divided = nn.Parameter(local, requires_grad=parameter.requires_grad)
                 setattr(experts, name, divided)
-                self.parameters.add(divided)
+                self.parameters.append(divided)
+
+    def sum_gradients_over_copies(self) -> None:
+        """Sum the gradients of experts over the copies of the parameters. Collective.
+
+        FSDP does this for all other parameters. Called once per update, after its last pass.
+        """
+        if self._copies is None:
+            return
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                dist.all_reduce(local_tensor(parameter.grad), group=self._copies)
 
 
 def find_experts(module: nn.Module) -> Iterator[nn.Module]:
@@ -119,8 +136,8 @@ def check_divisible_experts(hf: PreTrainedModel, *, num_shards: int) -> None:
         if min(counts) % num_shards:
             raise ConfigError(
                 f"expert_parallel divides the {min(counts)} experts of a layer over {num_shards} "
-                "ranks, which is not possible evenly: choose a number of ranks that divides them, "
-                "or set it to false."
+                "ranks, which is not possible evenly: set fsdp_size to a number of ranks that "
+                "divides them, or expert_parallel to false."
             )
 
 

@@ -50,12 +50,12 @@ class FSDP2Module:
         reshards = _resolve_reshard(
             config.reshard_after_forward, num_shards=mesh.size(mesh.ndim - 1)
         )
-        divider = (
+        self._divider = divider = (
             ExpertDivider(model.hf, mesh=mesh, compute=torch_dtype(precision.compute))
-            if config.expert_parallel and mesh.size() > 1
+            if config.expert_parallel and mesh.size(mesh.ndim - 1) > 1
             else None
         )
-        ignored = set[nn.Parameter]() if divider is None else divider.parameters
+        divided = [] if divider is None else divider.parameters
         encoder = _list_encoder_modules(model.hf)
         layers = find_layers(model.hf, names=config.wrap_modules)
         groups = group_layers(layers, size=config.wrap_together, encoder=encoder)
@@ -70,7 +70,7 @@ class FSDP2Module:
                 mesh=mesh,
                 mp_policy=policy,
                 reshard_after_forward=reshards,
-                ignored_params=ignored,
+                ignored_params=set(divided),
             )
             wrapped.append(_first_module(group))
         materialize(model)
@@ -81,7 +81,7 @@ class FSDP2Module:
             mesh=mesh,
             mp_policy=policy,
             reshard_after_forward=False,
-            ignored_params=ignored,
+            ignored_params=set(divided),
         )
         self.root: nn.Module = model
         self.loss_factor = 1.0
@@ -118,6 +118,8 @@ class FSDP2Module:
         # Keep parameters gathered between micro-batches if they are not resharded after forward.
         self._modules[0].set_reshard_after_backward(self._reshards or is_last)
         yield
+        if reduces and self._divider is not None:
+            self._divider.sum_gradients_over_copies()
 
     def reshard(self) -> None:
         """See ShardedModule."""
