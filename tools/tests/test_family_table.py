@@ -70,12 +70,18 @@ def test_page_with_another_number_than_the_record_is_a_fault(tmp_path: Path) -> 
 def test_record_has_every_family_in_all_tests_in_float32() -> None:
     (run,) = (run for run in read_record(ROOT) if (run.engine, run.compute) == ("fsdp", "fp32"))
     assert not run.failed
-    # Expert parallelism divides experts, so the kit leaves out models without them.
-    dense = tuple(layout for layout in run.layouts if layout != "ep.2")
     assert run.passed == {
-        family: dict.fromkeys(COLUMNS, len(run.layouts if has_experts(model) else dense))
-        for family, model in sorted(FAMILIES.items())
+        family: dict.fromkeys(COLUMNS, sum(is_run_in(layout, family) for layout in run.layouts))
+        for family in sorted(FAMILIES)
     }
+
+
+def is_run_in(layout: str, family: str) -> bool:
+    """Return False for dense models if experts are divided, and for hybrids if sequences are."""
+    is_hybrid = any(name in family for name in HYBRID_FAMILIES.split(" or "))
+    return (has_experts(FAMILIES[family]) or not layout.startswith("ep")) and not (
+        is_hybrid and "sp" in layout
+    )
 
 
 def test_table_shows_tolerances_and_failures() -> None:
@@ -121,11 +127,9 @@ def test_results_of_other_groups_have_no_column() -> None:
 
 
 def test_families_without_sequence_parallelism_are_those_whose_layers_have_a_state() -> None:
-    names = HYBRID_FAMILIES.split(" or ")
     with_state = {"linear_num_value_heads", "mamba_num_heads"}
     for family, model in FAMILIES.items():
-        is_named = any(name in family for name in names)
-        assert is_named == bool(with_state & model.architecture.keys()), family
+        assert is_run_in("sp2.2", family) != bool(with_state & model.architecture.keys()), family
 
 
 def test_stopped_run_is_refused() -> None:
