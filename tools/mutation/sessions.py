@@ -155,13 +155,14 @@ SESSIONS = {
         ),
     ),
     "experts": KitSession(
-        arguments=("--world-sizes", "1", "--layouts", "ep.2,ep-sp2-checkpointed.4"),
+        arguments=("--world-sizes", "1", "--layouts", "ep.2,ep-hybrid.4,ep-sp2-checkpointed.4"),
         layouts={
             "1-rank": ("router", "expert_adapter", "sizes"),
             "ep.2": (
                 *("router", "gradient", "update", "weights"),
                 *("expert_adapter", "checkpoint", "sizes"),
             ),
+            "ep-hybrid.4": ("gradient",),
             "ep-sp2-checkpointed.4": ("router", "gradient"),
         },
         modules=EXPERT_MODULES,

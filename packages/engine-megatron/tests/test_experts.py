@@ -298,7 +298,7 @@ def prescribe_experts(batch, *, num_layers=4, num_experts=8, num_chosen=3):
     "changes", [{}, {"remove_padding": False, "recompute": "layers"}], ids=["default", "rows"]
 )
 @pytest.mark.parametrize(
-    "layout", select_layouts(["tp2-sp-ep2"], nightly=["cp2-ep2", "pp2", "pp2-vpp2"])
+    "layout", select_layouts(["tp2-sp-ep2"], nightly=["cp2", "cp2-ep2", "pp2", "pp2-vpp2"])
 )
 def test_gradient_with_prescribed_experts_matches_transformers(
     engine_in_layout, oracle, layout, changes
@@ -345,7 +345,7 @@ def test_gradient_with_prescribed_experts_of_grouped_sigmoid_routers_matches_tra
 
 @pytest.mark.parametrize("changes", [{}, {"remove_padding": False}], ids=["default", "rows"])
 @pytest.mark.parametrize(
-    "layout", select_layouts(["tp2-sp-ep2"], nightly=["cp2-ep2", "pp2", "pp2-vpp2"])
+    "layout", select_layouts(["tp2-sp-ep2"], nightly=["cp2", "cp2-ep2", "pp2", "pp2-vpp2"])
 )
 def test_returned_experts_are_those_of_transformers(engine_in_layout, oracle, layout, changes):
     batch = oracle.get_batch(model=EXPERTS)

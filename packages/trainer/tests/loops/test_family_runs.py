@@ -9,7 +9,9 @@ from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_trainer.loops import RunResult
 
 LINEAR_ATTENTION = "linear_num_value_heads"
-TEXT_MODELS = [name for name, model in FAMILIES.items() if "vision_config" not in model.architecture]
+TEXT_MODELS = [
+    name for name, model in FAMILIES.items() if "vision_config" not in model.architecture
+]
 
 
 def format_value(value: object) -> str:

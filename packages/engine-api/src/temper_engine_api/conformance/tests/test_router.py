@@ -192,8 +192,8 @@ def test_gradient_with_replayed_experts_matches_transformers(
 def test_replay_leaves_the_mismatch_of_a_dense_model(
     engine_under_test: EngineUnderTest, dense_oracle: OracleCache
 ) -> None:
-    """With the experts of a sampler in bf16, log-probs are as close to it as those of a dense model.
+    """With replay, sampler and engine differ as little in MoE models as in dense ones.
 
-    Without replay, rounding sends some tokens to other experts.
+    The sampler computes in bf16. Without replay, rounding sends some tokens to other experts.
     """
     check_replayed_mismatch(engine_under_test, dense_oracle)
