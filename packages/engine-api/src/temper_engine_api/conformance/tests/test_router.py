@@ -192,7 +192,7 @@ def test_gradient_with_replayed_experts_matches_transformers(
 def test_replay_leaves_the_mismatch_of_a_dense_model(
     engine_under_test: EngineUnderTest, dense_oracle: OracleCache
 ) -> None:
-    """With replay, sampler and engine differ as little in MoE models as in dense ones.
+    """Sampler and engine differ with replay as little in MoE models as in dense ones.
 
     The sampler computes in bf16. Without replay, rounding sends some tokens to other experts.
     """
