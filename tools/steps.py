@@ -169,7 +169,7 @@ STEPS = (
             *("--families", "all"),
             expressions={
                 "[2-ranks": f"not (test_family.py and not ({FAMILIES_ON_TWO_RANKS})) and not "
-                "(adapter_in_family_experts and not (gpt_oss or nemotron_h))",
+                "(adapter_in_family_experts and not (gpt_oss or nemotron_h or qwen3_vl_moe))",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or test_settings.py "
                 "or test_checkpoint.py and not failed_background_save or test_family.py "
                 f"and (outputs or gradient or updates) and not ({FAMILIES_ON_TWO_RANKS})",

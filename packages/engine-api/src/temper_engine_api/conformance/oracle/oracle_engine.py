@@ -85,6 +85,11 @@ class OracleEngine(BaseEngine):
 
     def _build(self) -> Topology:
         self.model = load_model(self.config)
+        # Before an adapter is attached: the rules of some families look weights up by their name,
+        # which PEFT changes.
+        self._weight_layout = FileLayout(
+            self.model, dict(self.model.named_parameters()) | self.buffers()
+        )
         self.adapter = (
             OracleAdapter(self.model, self.config.lora) if self.config.lora.is_enabled else None
         )
@@ -290,7 +295,7 @@ class OracleEngine(BaseEngine):
             if self.adapter is None
             else dict(self.adapter.iterate_merged())
         ) | self.buffers()
-        for name, tensor in FileLayout(self.model, weights).to_files(weights).items():
+        for name, tensor in self._weight_layout.to_files(weights).items():
             yield NamedWeight(name=name, tensor=tensor)
 
     def _load_weights(self, stream: Iterable[NamedWeight]) -> None:
@@ -299,7 +304,7 @@ class OracleEngine(BaseEngine):
             if self.adapter is None
             else self.adapter.base_parameters()
         ) | self.buffers()
-        layout = FileLayout(self.model, targets)
+        layout = self._weight_layout
         # Read and check all entries before the first write, so that a bad stream changes no weight.
         received = list(stream)
         check_weight_entries(
