@@ -32,7 +32,8 @@ def test_logprobs_of_sampler_and_engine_agree_while_a_family_trains(
     family: str,
 ) -> None:
     model = FAMILIES[family]
-    fields = {**model.settings, **model.architecture}
+    # Large enough weights that the next token is neither certain nor uniform.
+    fields = {**model.settings, **model.architecture, "initializer_range": 0.2}
     # The tokenizer decides.
     del fields["vocab_size"]
     run(
@@ -44,6 +45,6 @@ def test_logprobs_of_sampler_and_engine_agree_while_a_family_trains(
         "run.total_steps=3",
     )
     # Linear attention divides its outputs by their norm, which enlarges the rounding of small ones.
-    limit = 3e-4 if LINEAR_ATTENTION in model.architecture else 1e-5
+    limit = 1e-4 if LINEAR_ATTENTION in model.architecture else 2e-5
     differences = [row["mismatch/abs_max"] for row in rows(tmp_path)]
     assert max(differences) < limit, differences
