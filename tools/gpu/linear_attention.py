@@ -5,8 +5,9 @@ r"""Compare linear attention by flash-linear-attention and by transformers' torc
 First, the conformance kit runs its families with linear attention on FSDPEngine with the kernels,
 while its oracle computes on the CPU without them, in float32 and in bf16. Then updates of a
 Qwen3.5 shape are timed with the kernels and without, each in its own process. Needs
-flash-linear-attention and pytest. transformers calls its kernels wherever it can be imported, also
-on a CPU, where they do not run.
+flash-linear-attention and pytest. Version 0.6.0 refuses Triton 3.4 to 3.7.0 on Hopper GPUs unless
+tilelang is installed. transformers calls its kernels wherever it can be imported, also on a CPU,
+where they do not run.
 
 Results are appended to FOLDER/rows.jsonl; FOLDER/kit-fp32.txt and kit-bf16.txt have the output of
 the tests. Jobs in FOLDER/finished.jsonl are not repeated. `--rehearse` times a tiny model on a CPU
@@ -31,7 +32,6 @@ from temper_engine_fsdp.engine import FSDPEngine
 from tools.gpu.engine_fsdp import provide_entry_points
 from tools.gpu.workload import ClippedPolicy, FinishedJobs, Rows, policy_batch, run_update
 
-MODULE = "tools.gpu.linear_attention"
 HIDE_KERNELS = "import sys; sys.modules['fla'] = None"
 """Makes transformers choose its torch code in this process."""
 FAMILIES = "qwen3_next,qwen3_5_text,qwen3_5_moe_text"
@@ -142,9 +142,8 @@ def main() -> None:
                 finished.add(f"kit-{compute}")
         for contender in contenders:
             if not finished.contain(f"update-{contender}"):
-                hide = f"{HIDE_KERNELS}; " if contender == "torch" else "import sys; "
-                program = f"{hide}sys.argv[0] = {__file__!r}; import runpy; "
-                program += f"runpy.run_module({MODULE!r}, run_name='__main__')"
+                hide = f"{HIDE_KERNELS}; " if contender == "torch" else ""
+                program = f"{hide}from tools.gpu.linear_attention import main; main()"
                 own = ["--out", str(options.out), "--time", contender]
                 own += ["--rehearse"] if options.rehearse else []
                 subprocess.run([sys.executable, "-c", program, *own], check=True)

@@ -115,18 +115,6 @@ _TOOL = (
     "rollout=vllm",
     "rollout.max_concurrent=512",
 )
-VLLM_RUNS: dict[str, tuple[str, ...]] = {
-    "tool-sync": _TOOL,
-    "tool-async": (*_TOOL, "loop=async", "asynchrony.max_staleness=2"),
-    "vllm-distillation": (
-        *RUNS["distillation"],
-        "rollout=vllm",
-        "rollout.max_concurrent=512",
-        "teachers.first.backend=vllm",
-        "teachers.first.engine.precision.compute=bf16",
-    ),
-}
-"""Configuration overrides by run with a vLLM server."""
 _LONG = (
     *_TOOL,
     *(f"{rows}.max_operations=10" for rows in ("data.train", "data.eval", "warm_start.data")),
@@ -139,13 +127,24 @@ _LONG = (
     "run.eval_sampling.max_tokens=24",
     "batching.prompts_per_step=64",
     "batching.max_tokens=16384",
+    # The command continues an interrupted run from its last checkpoint.
+    "run.save_every=100",
     "run.resume=auto",
 )
-LONG_RUNS: dict[str, tuple[str, ...]] = {
+VLLM_RUNS: dict[str, tuple[str, ...]] = {
+    "tool-sync": _TOOL,
+    "tool-async": (*_TOOL, "loop=async", "asynchrony.max_staleness=2"),
+    "vllm-distillation": (
+        *RUNS["distillation"],
+        "rollout=vllm",
+        "rollout.max_concurrent=512",
+        "teachers.first.backend=vllm",
+        "teachers.first.engine.precision.compute=bf16",
+    ),
     "long-sync": _LONG,
     "long-async": (*_LONG, "loop=async", "asynchrony.max_staleness=2"),
 }
-"""Configuration overrides of runs with a vLLM server on problems of up to ten operations."""
+"""Configuration overrides by run with a vLLM server; long ones have up to ten operations."""
 _ON_FOUR_WORKERS = ("runtime.kind=ray", "actor.num_workers=4")
 TRANSFORMER_ENGINE_RUNS: dict[str, tuple[str, ...]] = {
     "grpo-te": ("model_engine=megatron", "actor.engine.layers=transformer_engine"),
@@ -172,8 +171,6 @@ RAY_RUNS: dict[str, tuple[str, ...]] = {
 _VLLM_ON_GPU = ("rollout.vllm.kv_cache_bytes=17179869184", "weight_sync.transport=cuda_ipc")
 _VLLM_ON_CPU = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true")
 TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
-SAVE_LONG_RUNS_EVERY = 100
-"""Steps between checkpoints of runs that continue where they were interrupted."""
 SHORTEST_S = 75.0
 """Seconds that must be left to start a run."""
 
@@ -210,14 +207,12 @@ def list_overrides(
         else []
     )
     placement: list[str] = []
-    if name in VLLM_RUNS or name in LONG_RUNS:
+    if name in VLLM_RUNS:
         placement = [f"runtime.rollout_python={rollout_python}"]
         placement += _VLLM_ON_CPU if rehearse else _VLLM_ON_GPU
     elif name in RAY_RUNS:
         placement = ["runtime.cpus_per_worker=0.5" if rehearse else "runtime.gpus_per_worker=1"]
-    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | LONG_RUNS | TRANSFORMER_ENGINE_RUNS | RAY_RUNS)[
-        name
-    ]
+    chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | TRANSFORMER_ENGINE_RUNS | RAY_RUNS)[name]
     base: list[str] = []
     if name in FROM_WARM_START:
         # Without the sizes and the settings of the warm start, which the saved model replaces.
@@ -238,7 +233,7 @@ def list_overrides(
         "experiment=quickstart",
         *(tiny if rehearse else size),
         f"run.dir={out / name}",
-        f"run.save_every={SAVE_LONG_RUNS_EVERY if name in LONG_RUNS else 1000}",
+        "run.save_every=1000",
         *teacher,
         *base,
         *(each.replace("PAIRS", str(out / "pairs.jsonl")) for each in chosen),
