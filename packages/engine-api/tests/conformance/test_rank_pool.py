@@ -5,7 +5,10 @@ import pickle
 import subprocess
 import sys
 import time
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from types import ModuleType
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from temper_engine_api.layout import default_layout
 
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
 """Engine named in the requests; the jobs of this file build none."""
+_CACHED: Callable[[], object | None] = object
+"""In a rank, a weak reference to its cached engine."""
 
 
 def who_am_i(rank, *, add):
@@ -67,6 +72,19 @@ def hash_of(rank, *, word):
 
 def build(rank, *, setup):
     rank.temporary_engine(setup)
+
+
+def cache_engine_in_a_cycle(rank, *, setup):
+    """Make later jobs of this rank freeze an engine that only the garbage collector frees."""
+    global _CACHED
+    engine = rank.cached_engine(setup)
+    engine.itself = engine
+    _CACHED = weakref.ref(engine)
+    sys.modules.update({f"_new_module_{i}": ModuleType(f"_new_module_{i}") for i in range(200)})
+
+
+def has_cached_engine(rank):
+    return _CACHED() is not None
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +191,21 @@ def test_pool_knows_the_data_parallel_ranks_of_every_layout(shared):
             build, engine="staged_oracle:StagedOracle", layout=layout, arguments={"setup": setup}
         )
         assert pool.num_data_ranks == (1 if layout.fields else 2), layout.name
+
+
+def test_closed_engines_are_freed_when_their_group_ends(shared):
+    """Cycles that were frozen with modules are found, too: engines hold process groups."""
+    setup, pool = shared.oracle.make_setup(QWEN2_GROUPED), shared.rank_pool
+
+    def run_on_oracle(job, *, world_size, **arguments):
+        return pool.run(
+            job,
+            engine="staged_oracle:StagedOracle",
+            layout=default_layout(world_size),
+            arguments=arguments,
+        )
+
+    run_on_oracle(cache_engine_in_a_cycle, world_size=1, setup=setup)
+    assert run_on_oracle(has_cached_engine, world_size=1) == [True]
+    # The other rank has cached none.
+    assert run_on_oracle(has_cached_engine, world_size=2)[0] is False

@@ -109,6 +109,8 @@ class _RankServer:
         self._rendezvous: str | None = None
         self._ranks: dict[str, Rank] = {}
         self._num_modules = 0
+        self._froze_engines = False
+        """True if engines may have existed when modules were excluded from garbage collection."""
 
     def answer(self, request: JobRequest | LeaveRequest) -> JobReply:
         """Run the job; return exceptions of any kind, so that the session can name the rank."""
@@ -136,8 +138,14 @@ class _RankServer:
         for rank in self._ranks.values():
             rank.close_all()
         self._ranks = {}
-        # An engine in a reference cycle would keep its memory until some later collection.
+        if self._froze_engines:
+            gc.unfreeze()
+        # An engine in a reference cycle would keep its memory and the threads of its process groups
+        # until some later collection.
         gc.collect()
+        if self._froze_engines:
+            gc.freeze()
+            self._froze_engines = False
         if dist.is_initialized():
             dist.destroy_process_group()
         self._rendezvous = None
@@ -174,7 +182,7 @@ class _RankServer:
             try:
                 engine = load_engine_class(request.engine)
             finally:
-                gc.freeze()
+                self._freeze()
                 gc.enable()
             self._ranks[request.engine] = Rank(
                 engine,
@@ -191,7 +199,11 @@ class _RankServer:
         if len(sys.modules) > self._num_modules + 100:
             self._num_modules = len(sys.modules)
             gc.collect()
-            gc.freeze()
+            self._freeze()
+
+    def _freeze(self) -> None:
+        gc.freeze()
+        self._froze_engines = bool(self._ranks)
 
 
 def _import_job(name: str) -> Callable[..., object]:
