@@ -55,6 +55,7 @@ UNITS = {
     "max_kl": "nats",
     "max_model_len": "tokens",
     "max_open": "environments",
+    "max_operations": "operations",
     "max_restarts": "restarts",
     "max_retries": "retries",
     "usd_per_million_completion_tokens": "US dollars",

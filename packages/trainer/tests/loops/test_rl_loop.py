@@ -91,7 +91,9 @@ def test_async_never_trains_on_weights_older_than_its_limit(
     state = json.loads(
         (tmp_path / "run" / "checkpoints" / "step_00000003" / "trainer" / "state.json").read_text()
     )
-    assert state["cursor"]["index"] == 12  # 3 steps of 4 prompts
+    # 3 steps of 4 prompts. A step trains the first groups that are ready, so prompts behind an
+    # untrained one may be trained already.
+    assert state["cursor"]["index"] + len(state["trained_ahead"]) == 12
 
 
 @pytest.mark.bitwise
