@@ -23,7 +23,7 @@ from temper_engine_api.layout import default_layout
 ANY_ENGINE = "temper_engine_api.engine:BaseEngine"
 """Engine named in the requests; the jobs of this file build none."""
 _CACHED: Callable[[], object | None] = object
-"""In a rank, a weak reference to its cached engine."""
+"""Weak reference to the cached engine of a rank."""
 
 
 def who_am_i(rank, *, add):
