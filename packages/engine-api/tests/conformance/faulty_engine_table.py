@@ -497,6 +497,10 @@ FAULTY_ENGINES = (
         ("test_call_order::test_engine_after_a_closed_engine_gives_the_same_update",),
     ),
     FaultyEngine(
+        training.KeepsItsModel,
+        ("test_router::test_close_frees_a_model_with_experts",),
+    ),
+    FaultyEngine(
         training.KeepsItsGroups,
         ("test_call_order::test_close_destroys_the_groups_of_the_engine",),
     ),

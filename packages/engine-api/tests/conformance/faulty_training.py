@@ -348,6 +348,16 @@ class IgnoresDeterministic(DataParallelOracle):
         yield
 
 
+class KeepsItsModel(DataParallelOracle):
+    """Keeps its model in memory when it is closed."""
+
+    models = []
+
+    def close(self):
+        self.models.append(self.model)
+        super().close()
+
+
 class KeepsItsGroups(DataParallelOracle):
     """Destroys none of its process groups if the default group remains."""
 

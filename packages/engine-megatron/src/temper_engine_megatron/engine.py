@@ -252,6 +252,7 @@ class MegatronEngine(BaseEngine):
     def _free(self) -> None:
         membership = self._components.membership
         self._components.saving_group.close()
+        self._components.chunks.release()
         # The model has reference cycles; collect them before the CUDA cache is emptied.
         self._built, self._topology = None, None
         gc.collect()

@@ -125,6 +125,16 @@ class ModelChunks:
     head: OutputHead | None
     """None except on the last stage."""
 
+    def release(self) -> None:
+        """Take the model out of its wrappers, so that its memory is freed; nothing can run after it.
+
+        Layers of experts keep outputs of their last pass, whose autograd graphs refer to hooks of
+        the wrapper, which refers to the layers. The garbage collector does not follow autograd
+        graphs, so it never finds this cycle.
+        """
+        for chunk in self.wrapped:
+            chunk._modules.clear()
+
 
 def build_chunks(
     config: MegatronConfig,

@@ -1,7 +1,10 @@
 """Conformance tests for MoE routers: losses, expert load and routing replay."""
 
+import gc
+
 import pytest
 import torch
+from torch import nn
 
 from temper_engine_api.batch import SequenceBatch
 from temper_engine_api.capabilities import Capability
@@ -13,6 +16,7 @@ from temper_engine_api.conformance.harness.measurements import (
     measure_update,
     merge_update_metrics,
     rank_slice,
+    run_update,
 )
 from temper_engine_api.conformance.harness.rank import EngineSetup, Rank
 from temper_engine_api.conformance.harness.tolerances import (
@@ -26,6 +30,7 @@ from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroPro
 from temper_engine_api.conformance.inputs.tiny_models import EXPERTS, QWEN2_GROUPED
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.conformance.oracle.oracle_comparison import check_replayed_mismatch
+from temper_engine_api.engine import BaseEngine
 from temper_engine_api.errors import BatchError
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 
@@ -197,3 +202,35 @@ def test_replay_leaves_the_mismatch_of_a_dense_model(
     The sampler computes in bf16. Without replay, rounding sends some tokens to other experts.
     """
     check_replayed_mismatch(engine_under_test, dense_oracle)
+
+
+def test_close_frees_a_model_with_experts(
+    engine_under_test: EngineUnderTest, oracle: OracleCache
+) -> None:
+    """After an update and `close`, no parameter of the model remains in memory."""
+    for num_before, num_after in engine_under_test.run(
+        count_parameters, setup=make_setup(oracle), batch=oracle.get_batch()
+    ):
+        assert num_after <= num_before, (
+            f"{num_after - num_before} parameters remain in memory after close(): something still "
+            "refers to the model, such as a hook on its gradients, or an output that a layer keeps"
+        )
+
+
+def count_parameters(rank: Rank, *, setup: EngineSetup, batch: SequenceBatch) -> tuple[int, int]:
+    """Return the number of parameters in this process before an engine and after it."""
+    rank.close_all()
+    gc.collect()
+    num_before = count_objects(nn.Parameter)
+    engine: BaseEngine = rank.construct_engine(setup)
+    engine.init_model()
+    engine.set_loss_fn(ClippedPpoProbe())
+    run_update(engine, [rank_slice(engine, batch, split=FIVE_MICRO_BATCHES)])
+    engine.close()
+    del engine
+    gc.collect()
+    return num_before, count_objects(nn.Parameter)
+
+
+def count_objects(kind: type) -> int:
+    return sum(isinstance(each, kind) for each in gc.get_objects())
