@@ -126,7 +126,7 @@ class ModelChunks:
     """None except on the last stage."""
 
     def release(self) -> None:
-        """Take the model out of its wrappers, so that its memory is freed; nothing can run after it.
+        """Take the model out of its wrappers, so that its memory is freed.
 
         Layers of experts keep outputs of their last pass, whose autograd graphs refer to hooks of
         the wrapper, which refers to the layers. The garbage collector does not follow autograd
