@@ -133,7 +133,8 @@ class ModelChunks:
         graphs, so it never finds this cycle.
         """
         for chunk in self.wrapped:
-            chunk._modules.clear()
+            for name, _ in tuple(chunk.named_children()):
+                delattr(chunk, name)
 
 
 def build_chunks(
