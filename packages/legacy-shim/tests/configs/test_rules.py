@@ -13,9 +13,9 @@ from typing import get_args
 import pytest
 
 from temper_legacy_shim.configs.mapping.builder import messages
+from temper_legacy_shim.configs.mapping.rows import FACTS, Row, alternatives, steps
 from temper_legacy_shim.configs.mapping.rules import (
     Rule,
-    alternatives,
     find_rule,
     rule_named,
     rules,
@@ -33,6 +33,9 @@ from .conftest import CONFIG
 from .examples import example_of
 
 SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
+PLACE = re.compile(r"\{(\w+)\}")
+BLOCKS = {"engine", "parent", "model", "megatron", "optim", "fsdp"}
+"""Names that a role gives to its rows; see ``OldRole.blocks``."""
 FROM_HISTORY = {"2231", "4665"}
 """Pull requests that only verl's own history names: one_step_off_policy, and TensorRT as a rollout
 engine.
@@ -124,40 +127,75 @@ def source_text() -> str:
     return "\n".join(path.read_text() for path in sorted(SOURCES.rglob("*.py")))
 
 
+def table_rows() -> list[Row]:
+    return [row for rows in steps().values() for row in rows]
+
+
 def test_every_rule_that_builders_name_stands_in_the_table_and_the_other_way_round() -> None:
     text = source_text()
     literals = set(re.findall(r'"([a-z0-9-]+)"', text))
-    named = set(re.findall(r'rule="([a-z0-9-]+)"', text)) | {
-        name.partition(".")[0] for name in messages()
-    }
+    in_rows = {row.rule for row in table_rows()}
+    named = set(re.findall(r'rule="([a-z0-9-]+)"', text)) | in_rows
+    named |= {name.partition(".")[0] for name in messages()}
     table = {rule.id for rule in rules()}
     # The table is about old keys; cpu-trial is an option of the command.
     assert named - table - {"value-unknown", "cpu-trial"} == set()
     assert {rule.id for rule in rules() if not rule.old} - named - literals == set()
-    assert {rule.id for rule in rules() if rule.settings} - literals == set()
+
+
+def test_every_step_is_applied_by_a_builder() -> None:
+    literals = set(re.findall(r'"([a-z0-9-]+)"', source_text()))
+    assert set(steps()) - literals == set()
+
+
+def message_of(row: Row) -> str:
+    """Return the name of the message that a row finds, or gives as a reason."""
+    match = re.search(r"^(?:find|drop) ([a-z0-9.-]+)|else=[?!]([a-z0-9.-]+)", row.how)
+    return "" if match is None else match[1] or match[2]
 
 
 def test_every_message_has_a_position_that_finds_it() -> None:
     literals = set(re.findall(r'"([a-z0-9.-]+)"', source_text()))
-    converters = " ".join(setting.converter for rule in rules() for setting in rule.settings)
-    in_rows = set(re.findall(r"\bdrop ([a-z.-]+)|else=\?([a-z.-]+)", converters))
-    assert set(messages()) - literals - {name for pair in in_rows for name in pair} == set()
-    assert (
-        set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text())) - set(messages()) == set()
-    )
+    in_rows = {message_of(row) for row in table_rows()} - {""}
+    assert set(messages()) - literals - in_rows == set()
+    found = set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text()))
+    assert (found | in_rows) - set(messages()) == set()
 
 
-@pytest.mark.parametrize(
-    "rule", [rule for rule in rules() if rule.settings], ids=lambda rule: rule.id
-)
-def test_executable_rows_read_old_keys_and_set_new_keys_of_their_own_row(rule: Rule) -> None:
-    roles = ({"engine": f"{role}.engine"} for role in ("actor", "ref", "critic"))
-    new = {setting.new.format_map(role) for role in roles for setting in rule.settings}
-    assert new == {"-"} or new & set(new_keys(rule))  # a row that only drops keys sets none
-    for setting in rule.settings:
-        key = setting.old.partition(" or ")[0].rpartition("}")[2]
-        keys = alternatives(rule.old)
-        assert not key or any(old.endswith(key) or old.startswith(f"{key}.") for old in keys)
+def test_a_message_of_a_row_belongs_to_its_rule_and_a_reason_to_a_dropped_key() -> None:
+    for row in table_rows():
+        if name := message_of(row):
+            is_reason = row.how.startswith("drop ")
+            assert (messages()[name][0] == "dropped") == is_reason, name
+            assert is_reason or name.partition(".")[0] == row.rule, name
+
+
+def test_rows_read_old_keys_that_the_table_explains() -> None:
+    programs = {program for rule in rules() for program in rule.programs}
+    keys = {
+        key
+        for row in table_rows()
+        for part in row.old.split(" and ")
+        for key in alternatives(part)
+        if key and not PLACE.search(part)
+    }
+    assert len(keys) > 100
+    # A block such as reward.overlong_buffer is explained by its keys.
+    unknown = [
+        key
+        for key in keys
+        if not any(find_rule(each, f"{key}{end}") for each in programs for end in ("", ".enable"))
+    ]
+    assert unknown == []
+
+
+def test_rows_set_new_keys_of_their_own_rule() -> None:
+    for row in table_rows():
+        rule = rule_named(row.rule)
+        assert rule is not None
+        places = {"engine": "actor.engine", "source": "data.train", "teacher": "", "argument": ""}
+        key = row.new.format(**places)
+        assert not row.sets or any(f"{key}.".startswith(f"{own}.") for own in new_keys(rule)), row
 
 
 def new_keys(rule: Rule) -> list[str]:
@@ -248,8 +286,42 @@ def find_calls() -> list[tuple[str, set[str]]]:
     ]
 
 
+def fields_of(template: str) -> set[str]:
+    """Return the names that a template shows, without what is looked up in them."""
+    return {field.partition("[")[0] for _, field, _, _ in Formatter().parse(template) if field}
+
+
 def test_calls_give_every_value_that_their_message_shows() -> None:
-    assert len(find_calls()) > 100
+    assert len(find_calls()) > 50
     for name, given in find_calls():
-        shown = {field for _, field, _, _ in Formatter().parse(messages()[name][1]) if field}
-        assert shown - {"version", "key"} == given, name
+        assert fields_of(messages()[name][1]) - {"version", "key"} == given, name
+
+
+def given_names() -> dict[str, set[str]]:
+    """Return the names that builders pass to the rows of each step."""
+    result: dict[str, set[str]] = {}
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "apply_rows":
+                step = node.args[1]
+                names = {each.arg for each in node.keywords if each.arg}
+                if isinstance(step, ast.Constant):
+                    result.setdefault(str(step.value), set()).update(names or BLOCKS)
+    return result
+
+
+def test_every_name_of_a_row_is_a_fact_or_comes_from_the_builder() -> None:
+    given, shown = given_names(), {"key", "value", "version", "new", "old", "settings"}
+    for step, rows in steps().items():
+        known = set(FACTS) | given.get(step, set()) | {"version"}
+        for row in rows:
+            names = set(PLACE.findall(" ".join((row.old, row.new, *row.when))))
+            names |= {row.how.removeprefix("fact ")} if row.how.startswith("fact ") else set()
+            names |= {
+                word
+                for word in (condition.removeprefix("not ") for condition in row.when)
+                if word.isidentifier() and word not in ("set", "has", "given", "on")
+            }
+            assert names - known == set(), row
+            if (name := message_of(row)) and row.how.startswith(("find ", "drop ")):
+                assert fields_of(messages()[name][1]) - shown - known == set(), name

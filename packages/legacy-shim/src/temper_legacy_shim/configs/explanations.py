@@ -3,13 +3,8 @@
 import difflib
 from dataclasses import dataclass
 
-from temper_legacy_shim.configs.mapping.rules import (
-    Rule,
-    alternatives,
-    find_rule,
-    rules,
-    sources_of,
-)
+from temper_legacy_shim.configs.mapping.rows import alternatives
+from temper_legacy_shim.configs.mapping.rules import Rule, find_rule, rules, sources_of
 from temper_legacy_shim.configs.reading.config_values import Plain, hydra_text
 from temper_legacy_shim.configs.reading.trees import GONE, Family, all_keys, history_of, versions
 from temper_legacy_shim.errors import UsageError

@@ -81,6 +81,11 @@ class Draft:
         """Check if the old release is this one or later."""
         return order(self.old.version) >= order(version)
 
+    def value(self, key: str) -> Plain:
+        """Return the value of a new key: its setting, or else the trainer's default."""
+        setting = self.settings.get(key)
+        return trainer_defaults().get(key) if setting is None else setting.value
+
     def put(
         self,
         key: str,
@@ -147,10 +152,6 @@ class Draft:
         finding = Finding(level=level, rule=rule, message=message, old_keys=tuple(old))
         if finding not in self.findings:
             self.findings.append(finding)
-
-    def drop(self, name: str, key: str, values: Mapping[str, str]) -> None:
-        """Record the message of this name as the reason of an old key without a counterpart."""
-        self.explain_drop(key, messages()[name][1].format_map(values))
 
     def explain_drop(self, key: str, reason: str) -> None:
         """Record why an old key has no counterpart in this configuration."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.reward_functions import reads_messages
 from temper_legacy_shim.configs.mapping.rl.rl_facts import evaluation_key
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 from temper_legacy_shim.configs.reading.config_values import Plain, from_home, parse_value
 
 
@@ -47,47 +47,38 @@ def put_source(draft: Draft, *, new: str, old: str) -> bool:
     return True
 
 
+def sources(draft: Draft) -> list[str]:
+    return ["data.train", *["data.eval"] * has_eval_data(draft)]
+
+
+@fact
+def has_eval_data(draft: Draft) -> bool:
+    return "data.eval.paths" in draft.settings
+
+
 def build_rl_data(draft: Draft) -> None:
     """Set training and held-out prompts of a PPO-like run."""
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-prompts", "data.train_files")
-    sources = ["data.train"]
-    if evaluates(draft) and put_source(draft, new="data.eval", old="data.val_files"):
-        sources.append("data.eval")
-    else:
+    if not (evaluates(draft) and put_source(draft, new="data.eval", old="data.val_files")):
         draft.explain_drop(
             "data.val_files",
             "trainer.test_freq and trainer.val_before_train turn evaluation off, so the files are "
             "never read",
         )
-    for source in sources:
-        draft.put(
-            f"{source}.prompt_key",
-            draft.text("data.prompt_key") or "prompt",
-            rule="prompt-key",
-            old=["data.prompt_key"],
-            verbatim=True,
-        )
-        draft.put(
-            f"{source}.answer_key",
-            "reward_model.ground_truth",
-            rule="answer-key",
-            old=["data.reward_model_key"],
-        )
-        source_key = draft.text("data.reward_fn_key") or "data_source"
-        messages = [draft.text("data.prompt_key") or "prompt"] * reads_messages(draft)
-        draft.put(
-            f"{source}.extra_keys",
-            [source_key, "extra_info", *messages],
-            rule="reward-columns",
-            old=["data.reward_fn_key"],
-        )
-    apply_rules(draft, "max-rows", "prompt-length")
-    _overlong(draft)
-    apply_rules(draft, "shuffle", "seed")
-    _custom(draft)
+    for source in sources(draft):
+        apply_rows(draft, "data-source", source=source)
+    apply_rows(draft, "prompts")
 
 
+@fact
+def reward_columns(draft: Draft) -> list[Plain]:
+    """Return the columns that the reward function gets, next to the answer."""
+    messages = [draft.text("data.prompt_key") or "prompt"] * reads_messages(draft)
+    return [draft.text("data.reward_fn_key") or "data_source", "extra_info", *messages]
+
+
+@fact
 def evaluates(draft: Draft) -> bool:
     """Check if the old trainer evaluated held-out prompts."""
     # fit() reads it with a default of True, also in releases whose trees lack it.
@@ -95,30 +86,3 @@ def evaluates(draft: Draft) -> bool:
         "trainer.val_before_train"
     )
     return before or draft.frequency(evaluation_key(draft)) > 0
-
-
-def _overlong(draft: Draft) -> None:
-    key, filters = "data.truncation", "data.filter_overlong_prompts"
-    cut = draft.text(key) or "error"
-    # RLHFDataset drops such prompts when it loads the files.
-    if draft.switch(filters):
-        draft.put("data.overlong_prompts", "drop", rule="overlong-prompts", old=[filters])
-        draft.explain_drop(key, "longer prompts are dropped before they could be cut")
-        return
-    if cut == "error":
-        draft.put("data.overlong_prompts", "error", rule="overlong-prompts", old=[key])
-        return
-    # left, right and middle cut the prompt. A cut prompt is another question, so it is dropped
-    # here.
-    draft.put("data.overlong_prompts", "drop", rule="overlong-prompts", old=[key])
-    draft.find("overlong-prompts.prompts", key, cut=cut)
-
-
-def _custom(draft: Draft) -> None:
-    path = draft.text("data.custom_cls.path")
-    if path and path.lower() not in ("null", "none"):
-        name = draft.text("data.custom_cls.name")
-        draft.find("custom-dataset.prompts", "data.custom_cls.path", name=name, path=path)
-    for key in ("data.sampler.class_path", "data.datagen.path"):
-        if draft.text(key):
-            draft.find("custom-sampler", key, value=draft.text(key))

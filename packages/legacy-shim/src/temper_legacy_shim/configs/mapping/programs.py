@@ -1,11 +1,11 @@
 """Translate each old program: reinforcement learning, SFT, generation and evaluation."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.data_sources import build_rl_data, put_source
+from temper_legacy_shim.configs.mapping.data_sources import build_rl_data, put_source, sources
 from temper_legacy_shim.configs.mapping.rl.batches import build_batches, explain_unused
 from temper_legacy_shim.configs.mapping.rl.reward_functions import build_reward
-from temper_legacy_shim.configs.mapping.rl.rl_algorithm import build_algorithm, has_ref_role
-from temper_legacy_shim.configs.mapping.rl.rl_facts import build_generation, needs_critic, needs_ref
+from temper_legacy_shim.configs.mapping.rl.rl_algorithm import build_algorithm
+from temper_legacy_shim.configs.mapping.rl.rl_facts import needs_critic
 from temper_legacy_shim.configs.mapping.rl.rollout import (
     build_rollout,
     build_staleness,
@@ -16,7 +16,6 @@ from temper_legacy_shim.configs.mapping.rl.run_length import (
     build_habits,
     build_length,
     build_run,
-    build_runtime,
 )
 from temper_legacy_shim.configs.mapping.rl.selection import build_selection
 from temper_legacy_shim.configs.mapping.roles.numerics_changes import build_numerics, has_engines
@@ -32,9 +31,8 @@ from temper_legacy_shim.configs.mapping.roles.roles import (
     is_megatron,
     sequence_parallel,
     ulysses_keys,
-    world_size,
 )
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 from temper_legacy_shim.configs.reading.config_values import from_home
 
 
@@ -55,60 +53,21 @@ def build_sft(draft: Draft) -> None:
 
 
 def _build(draft: Draft, role: OldRole) -> None:
-    apply_rules(draft, "sft")
-    if is_megatron(draft):
-        draft.put("model_engine", "megatron", rule="model-engine", group=True)
+    apply_rows(draft, "sft")
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-demonstrations", "data.train_files")
-    _evaluation(draft)
+    put_source(draft, new="data.eval", old="data.val_files")
+    apply_rows(draft, "sft-evaluation")
     build_role(draft, role)
     build_lora(draft, role)
-    _lengths(draft, role)
-    build_length(draft)
-    # fsdp_sft_trainer.py computes the schedule from the epochs, and total_training_steps only ends
-    # the run.
-    if role is COLUMNS and "run.total_steps" in draft.settings:
-        epochs = draft.integer("trainer.total_epochs") or 1
-        draft.find("sft-schedule-length", "trainer.total_training_steps", epochs=epochs)
-    build_habits(draft, kept="trainer.max_ckpt_to_keep" if draft.since("v0.5.0") else None)
-    build_runtime(draft)
-    apply_rules(draft, "seed", old="trainer.seed")
-    apply_rules(draft, "sft-max-rows")
-    if world_size(draft) is None:
-        draft.find("sft-cluster")
-    _custom(draft)
-
-
-def _evaluation(draft: Draft) -> None:
-    """Set the held-out demonstrations, and the steps between two measures of their loss."""
-    key = "trainer.test_freq"
-    if not put_source(draft, new="data.eval", old="data.val_files"):
-        draft.explain_drop(key, "without data.val_files nothing is evaluated")
-    elif draft.old.has(key) and draft.text(key) != "after_each_epoch":
-        apply_rules(draft, "test-freq")
-    elif (epochs := draft.integer("trainer.total_epochs") or 1) > 1:
-        draft.find("sft-val", key, epochs=epochs)
-
-
-def _sources(draft: Draft) -> list[str]:
-    return ["data.train", *["data.eval"] * ("data.eval.paths" in draft.settings)]
-
-
-def _lengths(draft: Draft, role: OldRole) -> None:
-    apply_rules(draft, "prompts-per-step")
-    apply_rules(draft, "prompt-length", old="data.max_length")
-    cut = draft.text("data.truncation") or "error"
-    draft.put(
-        "data.overlong_prompts",
-        "error" if cut == "error" else "drop",
-        rule="overlong-prompts",
-        old=["data.truncation"],
-    )
-    if cut != "error":
-        draft.find("overlong-prompts.demonstrations", "data.truncation", cut=cut)
+    apply_rows(draft, "sft-lengths")
     longest = draft.integer("data.max_length")
     if longest is not None:
         _tokens(draft, role, longest=longest)
+    build_length(draft)
+    build_habits(draft, kept="trainer.max_ckpt_to_keep" if draft.since("v0.5.0") else "")
+    apply_rows(draft, "runtime")
+    apply_rows(draft, "sft-data")
 
 
 def _tokens(draft: Draft, role: OldRole, *, longest: int) -> None:
@@ -164,21 +123,15 @@ def _columns(draft: Draft) -> None:
         if len(names) > 1:
             draft.find("sft-columns", f"data.{fields}", fields=fields, names=names)
         path = ".".join([key, *names[:1]])
-        for source in _sources(draft):
+        for source in sources(draft):
             old = [f"data.{column}", f"data.{fields}"]
             draft.put(f"{source}.{new}", path, rule="sft-columns", old=old)
-    apply_rules(draft, "sft-chat")
+    apply_rows(draft, "columns")
 
 
 def _messages(draft: Draft, key: str) -> None:
-    for source in _sources(draft):
-        draft.put(
-            f"{source}.messages_key",
-            draft.text(key) or "messages",
-            rule="sft-messages",
-            old=[key],
-            verbatim=True,
-        )
+    for source in sources(draft):
+        apply_rows(draft, "messages", source=source, messages_key=key)
     thinking = "data.enable_thinking_default"
     given, name = draft.old.get(thinking), "enable_thinking"
     # The default is the text none, which Python takes for true.
@@ -186,14 +139,7 @@ def _messages(draft: Draft, key: str) -> None:
         draft.find("chat-template-kwargs", thinking, source=thinking, name=name, value=bool(given))
     elif given is not None:
         draft.find("chat-template-kwargs.default", thinking)
-    if draft.text("data.tools_key") and draft.old.is_set("data.tools_key"):
-        draft.find("sft-tools", "data.tools_key")
-
-
-def _custom(draft: Draft) -> None:
-    path = draft.text("data.custom_cls.path")
-    if path and path.lower() not in ("null", "none"):
-        draft.find("custom-dataset.demonstrations", "data.custom_cls.path", path=path)
+    apply_rows(draft, "sft-tools")
 
 
 _MICRO_BATCH = 16384
@@ -201,7 +147,7 @@ _MICRO_BATCH = 16384
 
 
 def build_generate_task(draft: Draft) -> None:
-    apply_rules(draft, "generation")
+    apply_rows(draft, "generation")
     is_server = draft.old.has("actor_rollout_ref.rollout.n")  # composed on the tree of main_ppo
     path = (
         "actor_rollout_ref.model.path"
@@ -222,60 +168,31 @@ def build_generate_task(draft: Draft) -> None:
     files = "data.path" if draft.text("data.path") else "data.train_files"
     if not put_source(draft, new="data.train", old=files):
         draft.find("data-files.no-path", "data.path")
-    draft.put(
-        "data.train.prompt_key",
-        draft.text("data.prompt_key") or "prompt",
-        rule="prompt-key",
-        old=["data.prompt_key"],
-        verbatim=True,
-    )
-    draft.put("data.train.answer_key", "reward_model.ground_truth", rule="answer-key")
+    apply_rows(draft, "generation-data")
     _sampling(draft, "actor_rollout_ref.rollout" if is_server else "rollout", is_server=is_server)
     _output(draft)
-    build_runtime(draft)
+    apply_rows(draft, "runtime")
 
 
 def _sampling(draft: Draft, block: str, *, is_server: bool) -> None:
-    for name, key in (("temperature", "temperature"), ("top-p", "top_p"), ("top-k", "top_k")):
-        # It is commented out in the arguments that main_generation_server.py sends.
-        if is_server and key == "top_k":
-            draft.explain_drop(
-                f"{block}.top_k",
-                "the program with servers did not pass it on, and drew from all tokens",
-            )
-            continue
-        apply_rules(draft, name, old=f"{block}.{key}")
-    length = (
-        f"{block}.response_length"
-        if draft.old.has(f"{block}.response_length")
-        else "data.max_response_length"
-    )
-    draft.copy("sampling.max_tokens", length, rule="response-length", expected="number")
-    prompt = (
-        f"{block}.prompt_length"
-        if draft.old.has(f"{block}.prompt_length")
-        else "data.max_prompt_length"
-    )
-    apply_rules(draft, "prompt-length", old=prompt)
+    prompt, length = f"{block}.prompt_length", f"{block}.response_length"
+    if not draft.old.has(prompt):
+        prompt = "data.max_prompt_length"
+    if not draft.old.has(length):
+        length = "data.max_response_length"
     # The engine checks that the longest sample fits into a micro-batch, also where it only samples.
     longest = (draft.integer(prompt) or 0) + (draft.integer(length) or 0)
-    if longest > _MICRO_BATCH:
-        draft.put("batching.max_tokens", longest, rule="token-budget", old=[prompt, length])
-    count = "data.n_samples" if draft.old.has("data.n_samples") else f"{block}.n"
-    draft.put(
-        "generate.num_completions",
-        max(1, draft.integer(count) or 1),
-        rule="gen-samples",
-        old=[count],
-        verbatim=True,
+    apply_rows(
+        draft,
+        "generation-sampling",
+        block=block,
+        is_server=is_server,
+        prompt=prompt,
+        length=length,
+        longest=longest if longest > _MICRO_BATCH else 0,
+        count="data.n_samples" if draft.old.has("data.n_samples") else f"{block}.n",
+        name=draft.text(f"{block}.name") or "vllm",
     )
-    name = draft.text(f"{block}.name") or "vllm"
-    draft.put("rollout", "hf", rule="rollout-name", old=[f"{block}.name"], group=True)
-    if name != "hf":
-        draft.find("gen-sampler", f"{block}.name", block=block, name=name)
-    if draft.number(f"{block}.temperature") == 0:
-        for key in (f"{block}.top_p", f"{block}.top_k"):
-            draft.explain_drop(key, "greedy completions are not drawn")
 
 
 def _output(draft: Draft) -> None:
@@ -286,28 +203,17 @@ def _output(draft: Draft) -> None:
     folder, _, file = path.rpartition("/")
     name = file.rpartition(".")[0] or "completions"
     folder = f"{folder or 'runs'}/{name}"
-    draft.put("generate.file", f"{name}.jsonl", rule="gen-output", old=[key])
-    draft.put("run.dir", folder, rule="gen-output", old=[key])
-    draft.find("gen-output", key, file=f"{folder}/{name}.jsonl")
+    apply_rows(draft, "generation-output", file=f"{name}.jsonl", folder=folder)
 
 
 def build_evaluation(draft: Draft) -> None:
     """Report that the task eval generates and scores in one run."""
-    draft.find("evaluation")
+    apply_rows(draft, "evaluation")
 
 
 def build_ppo(draft: Draft) -> None:
     """Set everything in order; roles come last, since the algorithm decides which exist."""
-    if is_megatron(draft):
-        draft.put(
-            "model_engine",
-            "megatron",
-            rule="model-engine",
-            old=["actor_rollout_ref.actor.strategy"],
-            group=True,
-        )
-    if needs_critic(draft):
-        draft.put("critic", "value_model", rule="critic", group=True)
+    apply_rows(draft, "ppo")
     build_rl_data(draft)
     build_role(draft, ACTOR)
     build_lora(draft, ACTOR)
@@ -317,17 +223,10 @@ def build_ppo(draft: Draft) -> None:
     if needs_critic(draft):
         build_role(draft, CRITIC)
         build_lora(draft, CRITIC)
-    else:
-        draft.explain_drop("critic", "the estimator needs no critic, so there is none")
-    if has_ref_role(draft):
+    apply_rows(draft, "critic")
+    if "ref" in draft.settings:
         build_role(draft, REF)
-        _ref_model(draft)
-    else:
-        without = "no KL coefficient is above 0, so there is no reference policy"
-        draft.explain_drop(
-            "actor_rollout_ref.ref",
-            "there is no reference model of its own" if needs_ref(draft) else without,
-        )
+    apply_rows(draft, "reference")
     build_rollout(draft)
     build_selection(draft)
     build_turns(draft)
@@ -336,32 +235,14 @@ def build_ppo(draft: Draft) -> None:
     build_reward(draft)
     build_run(draft)
     build_numerics(draft)
-    build_generation(draft)
-    find_refusals(draft)
+    apply_rows(draft, "trainer-generation")
+    apply_rows(draft, "refusals")
 
 
-def _ref_model(draft: Draft) -> None:
-    """Set the reference's own model, which only the old FSDP workers of some releases read."""
+@fact
+def reads_ref_path(draft: Draft) -> bool:
+    """Check if the workers read the path of the reference; else it has the actor's."""
     # fsdp_workers.py reads ref.model.path from v0.6.0 on. Megatron's workers and the engines build
     # the reference from the actor's path.
     old_workers = not is_megatron(draft) and not has_engines(draft)
-    if old_workers and draft.since("v0.6.0") and not draft.since("v0.8.0"):
-        apply_rules(draft, "ref-model")
-    else:
-        draft.explain_drop(
-            "actor_rollout_ref.ref.model.path", "the workers of this release did not read it"
-        )
-
-
-def find_refusals(draft: Draft) -> None:
-    """Report each value with which the old run would have ended before its first step."""
-    mode = "actor_rollout_ref.rollout.mode"
-    # RolloutConfig.__post_init__ raises for it since v0.7.0.
-    if draft.since("v0.7.0") and draft.text(mode) == "sync":
-        draft.find("rollout-mode", mode)
-    if not (is_megatron(draft) and draft.since("v0.7.0") and has_engines(draft)):
-        return
-    for role in (ACTOR, REF, CRITIC):
-        key = f"{role.megatron}.use_mbridge"
-        if draft.old.is_set(key) and not draft.switch(key):
-            draft.find("mbridge", key)
+    return old_workers and draft.since("v0.6.0") and not draft.since("v0.8.0")

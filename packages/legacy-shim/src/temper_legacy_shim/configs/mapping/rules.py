@@ -1,15 +1,12 @@
-"""Read the table of rules, ``data/rules.tsv``, and set new keys by its executable rows."""
+"""Read the table of rules, ``data/rules.tsv``: what became of each old key, and why."""
 
-import itertools
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 from typing import cast
 
-from temper_legacy_shim.configs.mapping.builder import Draft, read_table
-from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
+from temper_legacy_shim.configs.mapping.builder import read_table
+from temper_legacy_shim.configs.mapping.rows import alternatives, rows_of
 from temper_legacy_shim.configs.reading.trees import (
     Family,
     all_keys,
@@ -19,17 +16,6 @@ from temper_legacy_shim.configs.reading.trees import (
     versions,
 )
 from temper_legacy_shim.configs.translation import Disposition
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuleSetting:
-    """An executable part of a row, ``NEW <- OLD : CONVERTER``; see ``apply_rules``."""
-
-    new: str
-    """New key; may hold places of a role, such as {engine}."""
-    old: str
-    """Old key; empty for a value that does not depend on one."""
-    converter: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +31,7 @@ class Rule:
     versions: str
     """Releases it is about; empty is all."""
     new: str
-    """New keys, separated by commas; empty if `settings` has them."""
-    settings: tuple[RuleSetting, ...]
-    """Executable settings; empty if Python code sets the keys, or none is set."""
+    """New keys, separated by commas; those of its executable rows unless the table names others."""
     disposition: Disposition
     reason: str
     prs: str
@@ -66,18 +50,15 @@ def rules() -> tuple[Rule, ...]:
     return tuple(map(_parse_row, read_table("rules.tsv")))
 
 
-def _parse_row(row: list[str]) -> Rule:
-    name, programs, old, releases, new, settings, disposition, reason, prs, hazard, source, test = (
-        row
-    )
-    executed = tuple(map(_parse_setting, filter(None, settings.split(" ; "))))
+def _parse_row(cells: list[str]) -> Rule:
+    name, programs, old, releases, new, disposition, reason, prs, hazard, source, test = cells
+    executed = dict.fromkeys(row.new for row in rows_of(name) if row.sets)
     return Rule(
         id=name,
         programs=tuple(programs.split()),
         old=old,
         versions=releases,
-        new=new or ", ".join(setting.new for setting in executed),
-        settings=executed,
+        new=new or ", ".join(executed),
         disposition=cast("Disposition", disposition),
         reason=reason,
         prs=prs,
@@ -85,12 +66,6 @@ def _parse_row(row: list[str]) -> Rule:
         source=source,
         test=test,
     )
-
-
-def _parse_setting(text: str) -> RuleSetting:
-    new, _, rest = text.partition(" <- ")
-    old, _, converter = rest.partition(": ")
-    return RuleSetting(new=new, old=old.strip(), converter=converter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,32 +132,6 @@ def _index_by_id() -> dict[str, Rule]:
     return {rule.id: rule for rule in rules()}
 
 
-def alternatives(text: str) -> list[str]:
-    """Return every key that ``{a,b}`` stands for, nested ones too."""
-    start = text.find("{")
-    if start < 0:
-        return [text]
-    depth, parts, begin = 0, [], start + 1
-    for at in range(start, len(text)):
-        if text[at] == "{":
-            depth += 1
-        elif text[at] == "}":
-            depth -= 1
-            if depth == 0:
-                parts.append(text[begin:at])
-                break
-        elif text[at] == "," and depth == 1:
-            parts.append(text[begin:at])
-            begin = at + 1
-    rest = alternatives(text[at + 1 :])
-    return list(
-        itertools.chain.from_iterable(
-            [text[:start] + inner + after for inner in alternatives(part) for after in rest]
-            for part in parts
-        )
-    )
-
-
 def _pattern(key: str) -> re.Pattern[str]:
     """Compile a pattern; ``a.**`` matches a.b.c, and a itself if it is set as one value."""
     text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
@@ -236,128 +185,3 @@ def _keys(family: Family, program: str) -> dict[str, frozenset[str]]:
         if rule is not None:
             result.setdefault(rule.id, set()).add(key)
     return {name: frozenset(keys) for name, keys in result.items()}
-
-
-_NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
-
-
-def apply_rules(
-    draft: Draft,
-    *names: str,
-    blocks: Mapping[str, str] = _NO_BLOCKS,
-    old: str = "",
-    facts: Mapping[str, str] = _NO_BLOCKS,
-) -> None:
-    """Set the new keys of these rows, in their order.
-
-    Converters: ``number`` and ``any`` copy; ``number or X`` sets X if the release has no such key;
-    ``switch`` is a boolean, ``count`` the same as 0 or 1; ``size`` is 1 if unset; ``at least 0``,
-    ``above 0`` (else nothing), ``integer`` (if set), ``integer or null`` and ``frequency`` are
-    whole numbers; ``value X`` is constant; ``a=x b=y unset=u else=z`` translates words, and
-    ``else=?NAME`` reports other words by the message of that name; ``nonzero or X`` is X also for
-    0. An old key may be ``A or B``, where B counts if A is not set, or ``A and B``, where B is only
-    named as a source. ``- <- OLD : drop NAME`` sets nothing and gives the reason for an old key.
-
-    Options follow a comma: ``if KEY=VALUE`` sets nothing unless the fact has that value, or the new
-    key was set to it before; values may be joined by ``|``. ``else drop NAME`` gives the reason for
-    an old key then. ``verbatim`` keeps the spelling, and ``on by default`` is for switches that a
-    release lacks.
-
-    Args:
-        draft: the translation; changed in place.
-        names: ids of rows.
-        blocks: blocks of a role, for rows that apply to several roles.
-        old: the old key to use instead of the row's.
-        facts: what conditions ask for and messages show, next to new settings.
-    """
-    for name in names:
-        rule = rule_named(name)
-        assert rule is not None
-        for setting in rule.settings:
-            keys = _old_keys(draft, old or setting.old.format_map(blocks))
-            converter, *options = setting.converter.split(", ")
-            conditions = [option for option in options if option.startswith("if ")]
-            holds = all(_holds(draft, condition, facts) for condition in conditions)
-            reasons = [option for option in options if option.startswith("else drop ")]
-            if holds and converter.startswith("drop "):
-                draft.drop(converter.removeprefix("drop "), keys[0], facts)
-            elif holds:
-                new = setting.new.format_map(blocks)
-                _apply(draft, new, keys, rule=name, converter=converter, options=options)
-            elif reasons:
-                draft.drop(reasons[0].removeprefix("else drop "), keys[0], facts)
-
-
-def _old_keys(draft: Draft, text: str) -> list[str]:
-    """Return the key that gives the value, and further keys that are its sources."""
-    first, _, fallback = text.partition(" or ")
-    if fallback and draft.old.get(first) is None:
-        return [fallback]
-    return first.split(" and ")
-
-
-def _apply(
-    draft: Draft, new: str, keys: list[str], *, rule: str, converter: str, options: list[str]
-) -> None:
-    old = keys[0]
-    kind, _, argument = converter.partition(" ")
-    if kind in ("number", "any"):
-        draft.copy(new, old, rule=rule, expected="number" if kind == "number" else "any")
-        if argument and not draft.old.has(old):
-            draft.put(new, parse_value(argument.removeprefix("or "))[0], rule=rule)
-        return
-    value, is_set, is_verbatim = _convert(draft, old, converter, is_on="on by default" in options)
-    if is_set:
-        draft.put(
-            new,
-            value,
-            rule=rule,
-            old=keys if old else [],
-            verbatim=is_verbatim or "verbatim" in options,
-        )
-
-
-def _holds(draft: Draft, condition: str, facts: Mapping[str, str]) -> bool:
-    """Check a condition, ``if KEY=VALUE``, on the facts and the new settings so far."""
-    key, _, values = condition.removeprefix("if ").partition("=")
-    setting = draft.settings.get(key)
-    actual = facts.get(key, None if setting is None else str(setting.value))
-    return actual in values.split("|")
-
-
-def _convert(draft: Draft, old: str, converter: str, *, is_on: bool) -> tuple[Plain, bool, bool]:
-    """Return the value, True if it is set, and True if it may keep the old spelling."""
-    if converter.startswith("nonzero or "):
-        default = parse_value(converter.removeprefix("nonzero or "))[0]
-        if isinstance(default, float):
-            return float(draft.number(old) or default), True, False
-        return draft.integer(old) or default, True, False
-    number = None
-    if converter in ("size", "at least 0", "above 0", "integer", "integer or null"):
-        number = draft.integer(old)
-    match converter:
-        case "switch":
-            return draft.switch(old) or (is_on and not draft.old.has(old)), True, False
-        case "count":
-            return int(draft.switch(old)), True, False
-        case "frequency":
-            return max(0, draft.frequency(old)), True, False
-        case "size":
-            return number or 1, True, True
-        case "at least 0":
-            return max(0, number or 0), True, False
-        case "above 0":
-            return number, number is not None and number > 0, True
-        case "integer":
-            return number, number is not None, True
-        case "integer or null":
-            return number, True, True
-    if converter.startswith("value "):
-        return parse_value(converter.removeprefix("value "))[0], True, False
-    words = dict(pair.split("=") for pair in converter.split())
-    # An empty text counts as unset: verl took the default for both.
-    result = words.get(draft.text(old) or "unset", words["else"])
-    if result.startswith("?"):
-        draft.find(result[1:], old, old=draft.text(old))
-        return None, False, False
-    return result, True, False

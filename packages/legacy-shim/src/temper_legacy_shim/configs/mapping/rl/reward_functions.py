@@ -2,201 +2,132 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import is_dapo, response_key
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 
-_MANAGERS = ("naive", "dapo", "prime", "batch")
 # The oldest key first: the later programs copied it over the newer ones.
 MANAGER_KEYS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
 KWARGS = ("reward.reward_kwargs", "reward_model.reward_kwargs")
-
-
-_MODELS = ("reward.reward_model", "reward_model")
-_FUNCTIONS = ("reward.custom_reward_function", "custom_reward_function")
+_DAPO_BUFFERS = ("reward_model.overlong_buffer", "reward.overlong_buffer")
 
 
 def build_reward(draft: Draft) -> None:
     """Set the block ``reward``."""
-    model, file = scoring_model(draft), _function_file(draft)
-    # Reward managers returned rm_scores without calling a function if the batch had them
-    # (NaiveRewardManager.__call__).
-    is_scored_by_model = bool(model) and not (file and _was_served(draft))
-    if is_scored_by_model:
-        _model(draft, model)
+    if is_scored_by_model(draft):
+        apply_rows(draft, "reward-model")
     else:
-        _function(draft)
-    if model and file:
-        name = (
-            "reward-model.with-function" if _was_served(draft) else "reward-model.before-function"
-        )
-        draft.find(name, f"{model}.enable", block=model, path=file)
-    key, name = _manager_of(draft)
-    if name not in _MANAGERS:
-        draft.find("reward-manager", key, name=name)
-    _overlong(draft, is_scored_by_model=is_scored_by_model)
-    # The first call of a model loads it.
-    draft.put("reward.timeout_s", 1800.0 if model else 300.0, rule="reward-timeout")
+        apply_rows(draft, "reward-function")
+        kwargs = draft.old.get(f"{reward_block(draft)}.reward_kwargs")
+        for name, value in kwargs.items() if isinstance(kwargs, dict) else ():
+            if not isinstance(value, list | dict):
+                apply_rows(draft, "reward-argument", argument=name)
+    apply_rows(draft, "reward")
 
 
+@fact
 def scoring_model(draft: Draft) -> str:
     """Return the old block of the reward model that scored, or empty."""
-    return next((block for block in _MODELS if draft.switch(f"{block}.enable")), "")
+    blocks = ("reward.reward_model", "reward_model")
+    return next((block for block in blocks if draft.switch(f"{block}.enable")), "")
 
 
-def reads_messages(draft: Draft) -> bool:
-    """Check if the reward model has a chat template: old workers needed an input_tokenizer."""
-    block = scoring_model(draft)
-    return bool(block) and (
-        _was_served(draft) or draft.old.get("reward_model.model.input_tokenizer") is not None
-    )
-
-
-def _was_served(draft: Draft) -> bool:
+@fact
+def serves_reward_model(draft: Draft) -> bool:
     """Check if the reward model was a server, which a function could ask."""
     # Before, workers scored each batch with the model, and the function was not called in training.
     return draft.since("v0.7.1") or draft.switch("reward_model.use_reward_loop")
 
 
-def _model(draft: Draft, block: str) -> None:
-    """Set a reward model with a score head, which scored without a function."""
-    key = next(
-        (key for key in (f"{block}.model_path", "reward_model.model.path") if draft.text(key)), ""
-    )
-    if not key:
-        draft.find("reward-model.unnamed", f"{block}.enable", block=block)
-        return
-    old = [f"{block}.enable", key]
-    draft.put(
-        "reward.function",
-        "temper_legacy_shim.old_reward_models:by_model",
-        rule="reward-model",
-        old=old,
-    )
-    draft.put(
-        "reward.arguments.path", draft.text(key), rule="reward-model", old=[key], verbatim=True
-    )
-    messages = (draft.text("data.prompt_key") or "prompt") if reads_messages(draft) else None
-    draft.put(
-        "reward.arguments.messages_key",
-        messages,
-        rule="reward-model",
-        old=["reward_model.model.input_tokenizer"],
-    )
-    longest = draft.integer("reward_model.max_length")
-    if longest is not None:
-        draft.put(
-            "reward.arguments.max_tokens",
-            longest,
-            rule="reward-model",
-            old=["reward_model.max_length"],
-            verbatim=True,
-        )
-    draft.find("reward-model.unsharded", key, value=draft.text(key))
-
-
-def _function_file(draft: Draft) -> str:
-    """Return the file of the user's own function, or empty."""
-    result = (draft.text(f"{block}.path") for block in _FUNCTIONS)
-    return next((path for path in result if path and path.lower() not in ("null", "none")), "")
-
-
-def _function(draft: Draft) -> None:
-    for block in _FUNCTIONS:
-        path = draft.text(f"{block}.path")
+@fact
+def reward_block(draft: Draft) -> str:
+    """Return the block of the user's own reward function, or empty."""
+    for block in ("reward.custom_reward_function", "custom_reward_function"):
         # Shells pass null as text.
-        if path and path.lower() not in ("null", "none"):
-            name = draft.text(f"{block}.name") or "compute_score"
-            old = [f"{block}.path", f"{block}.name"]
-            draft.put(
-                "reward.function",
-                "temper_legacy_shim.old_rewards:from_file",
-                rule="reward-file",
-                old=old,
-            )
-            draft.put(
-                "reward.arguments.path",
-                path,
-                rule="reward-file",
-                old=[f"{block}.path"],
-                verbatim=True,
-            )
-            draft.put("reward.arguments.name", name, rule="reward-file", old=[f"{block}.name"])
-            kwargs = draft.old.get(f"{block}.reward_kwargs")
-            if isinstance(kwargs, dict):
-                for key, value in kwargs.items():
-                    if not isinstance(value, list | dict):
-                        draft.put(
-                            f"reward.arguments.{key}",
-                            value,
-                            rule="reward-file",
-                            old=[f"{block}.reward_kwargs.{key}"],
-                            verbatim=True,
-                        )
-            return
-    draft.put(
-        "reward.function",
-        "temper_legacy_shim.old_rewards:by_data_source",
-        rule="reward-default",
-        old=[],
+        if draft.text(f"{block}.path").lower() not in ("", "null", "none"):
+            return block
+    return ""
+
+
+def is_scored_by_model(draft: Draft) -> bool:
+    # Reward managers returned rm_scores without calling a function if the batch had them
+    # (NaiveRewardManager.__call__).
+    has_function = bool(reward_block(draft)) and serves_reward_model(draft)
+    return bool(scoring_model(draft)) and not has_function
+
+
+@fact
+def reward_model_key(draft: Draft) -> str:
+    """Return the key of the reward model's path, or empty."""
+    keys = (f"{scoring_model(draft)}.model_path", "reward_model.model.path")
+    return next((key for key in keys if draft.text(key)), "")
+
+
+def reads_messages(draft: Draft) -> bool:
+    """Check if the reward model has a chat template: old workers needed an input_tokenizer."""
+    return bool(scoring_model(draft)) and (
+        serves_reward_model(draft)
+        or draft.old.get("reward_model.model.input_tokenizer") is not None
     )
 
 
-def _manager_of(draft: Draft) -> tuple[str, str]:
-    """Return the key that named the reward manager, and its value."""
-    key = next(
-        (key for key in MANAGER_KEYS if draft.old.is_set(key)),
-        next((key for key in MANAGER_KEYS if draft.text(key)), ""),
-    )
-    return key, draft.text(key) or "naive"
+@fact
+def reward_messages_key(draft: Draft) -> str | None:
+    return (draft.text("data.prompt_key") or "prompt") if reads_messages(draft) else None
 
 
-def _overlong(draft: Draft, *, is_scored_by_model: bool) -> None:
-    """Set DAPO's soft penalty of long completions."""
-    dapo_blocks = ("reward_model.overlong_buffer", "reward.overlong_buffer")
-    manager_blocks = tuple(f"{block}.overlong_buffer_cfg" for block in KWARGS)
-    block = next((key for key in manager_blocks + dapo_blocks if draft.switch(f"{key}.enable")), "")
-    manager = _manager_of(draft)[1]
-    reason = ""
-    if is_scored_by_model:
-        reason = "a reward model scored"
-    elif manager in _MANAGERS and manager != "dapo":
-        reason = f"the reward manager was {manager}, and only dapo subtracts it"
-    elif block in dapo_blocks and not is_dapo(draft):
-        reason = "only the recipes of DAPO read this block"
-    elif block in dapo_blocks and _was_served(draft):
+@fact
+def manager_key(draft: Draft) -> str:
+    """Return the key that named the reward manager."""
+    set_keys = [key for key in MANAGER_KEYS if draft.old.is_set(key)]
+    return next(iter(set_keys or [key for key in MANAGER_KEYS if draft.text(key)]), "")
+
+
+@fact
+def manager(draft: Draft) -> str:
+    return draft.text(manager_key(draft)) or "naive"
+
+
+@fact
+def overlong_block(draft: Draft) -> str:
+    """Return the block of DAPO's penalty of long completions that is enabled, or empty."""
+    blocks = (*(f"{block}.overlong_buffer_cfg" for block in KWARGS), *_DAPO_BUFFERS)
+    return next((block for block in blocks if draft.switch(f"{block}.enable")), "")
+
+
+@fact
+def overlong_obstacle(draft: Draft) -> str:
+    """Return the reason why no penalty was subtracted, whatever is enabled; else empty."""
+    if is_scored_by_model(draft):
+        return "a reward model scored"
+    if (name := manager(draft)) in ("naive", "prime", "batch"):
+        return f"the reward manager was {name}, and only dapo subtracts it"
+    if overlong_block(draft) in _DAPO_BUFFERS and not is_dapo(draft):
+        return "only the recipes of DAPO read this block"
+    if overlong_block(draft) in _DAPO_BUFFERS and serves_reward_model(draft):
         # The loop scored before the recipe's own manager could, and has a block of its own.
-        reason = "scores came from the reward loop, which reads reward_kwargs alone"
-    if block and not reason:
-        _penalty(draft, block)
-        return
-    for key in manager_blocks + dapo_blocks:
-        draft.explain_drop(key, reason or "the penalty is not enabled")
-    if block:
-        draft.find("overlong.without-effect", f"{block}.enable", reason=reason)
+        return "scores came from the reward loop, which reads reward_kwargs alone"
+    return ""
 
 
-def _penalty(draft: Draft, block: str) -> None:
-    """Set the penalty of a block that is enabled."""
-    tokens, penalty = draft.integer(f"{block}.len"), draft.number(f"{block}.penalty_factor")
-    if tokens is None or tokens < 1:
-        return
-    if penalty == 0:
-        draft.explain_drop(block, "its penalty_factor is 0, so long completions lost nothing")
-        return
-    draft.put(
-        "reward.shaping.overlong.buffer_tokens",
-        tokens,
-        rule="overlong",
-        old=[f"{block}.len", f"{block}.enable"],
-    )
-    draft.put(
-        "reward.shaping.overlong.penalty",
-        float(penalty if penalty is not None else 1.0),
-        rule="overlong",
-        old=[f"{block}.penalty_factor"],
-    )
-    # The penalty begins at max_resp_len minus the buffer, and here at sampling.max_tokens minus it.
+@fact
+def is_penalized(draft: Draft) -> bool:
+    block = overlong_block(draft)
+    tokens = draft.integer(f"{block}.len") if block and not overlong_obstacle(draft) else None
+    return tokens is not None and tokens > 0
+
+
+@fact
+def penalty_limits(draft: Draft) -> str:
+    """Return the keys of the length from which the penalty counted, as alternatives."""
     own = [key for parent in KWARGS if draft.old.has(key := f"{parent}.max_resp_len")]
     # DAPO's recipes gave the manager data.max_response_length.
-    for key in own or ["data.max_response_length"]:
-        longest, response = draft.integer(key), draft.integer(response_key(draft))
-        if longest is not None and response is not None and longest != response:
-            draft.find("overlong", key, longest=longest, response=response)
+    return f"{{{','.join(own)}}}" if own else "data.max_response_length"
+
+
+@fact
+def response_length(draft: Draft) -> int | None:
+    return draft.integer(response_key(draft))
+
+
+@fact
+def reward_path(draft: Draft) -> str:
+    return draft.text(f"{reward_block(draft)}.path")

@@ -1,12 +1,14 @@
 """Facts of a PPO-like run for several builders: estimator, sizes, critic, reference."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rows import fact
 
 ASYNC = "fully_async"
 ONE_STEP_OFF = "one_step_off"
 
 
-def advantage(draft: Draft) -> str:
+@fact
+def estimator(draft: Draft) -> str:
     """Return the old estimator; gae if no one said."""
     # Dumped configurations have the enum's class before its value.
     return (
@@ -14,6 +16,7 @@ def advantage(draft: Draft) -> str:
     )
 
 
+@fact
 def needs_critic(draft: Draft) -> bool:
     """Check if the old trainer built a critic: for gae, or as critic.enable says."""
     if only_distills(draft):
@@ -22,7 +25,7 @@ def needs_critic(draft: Draft) -> bool:
     given = draft.old.get("critic.enable")
     if isinstance(given, bool):
         return given
-    return advantage(draft) == "gae"
+    return estimator(draft) == "gae"
 
 
 def completions_per_prompt(draft: Draft) -> int:
@@ -30,6 +33,7 @@ def completions_per_prompt(draft: Draft) -> int:
     return max(1, draft.integer("actor_rollout_ref.rollout.n") or 1)
 
 
+@fact
 def response_key(draft: Draft) -> str:
     """Return the key of the longest completion, which every release read from the sampler's block.
 
@@ -40,11 +44,13 @@ def response_key(draft: Draft) -> str:
     return own if own in draft.old.origin and draft.old.get(own) != draft.old.get(data) else data
 
 
+@fact
 def is_async(draft: Draft) -> bool:
     """Check if the old program trained while it sampled, without waiting."""
     return ASYNC in draft.old.entry or draft.old.has("async_training.staleness_threshold")
 
 
+@fact
 def uses_servers(draft: Draft) -> bool:
     """Check if a chat scheduler (v0.4.1) or agent loops asked servers for completions."""
     # Since v0.7.0, init_workers of the trainer sets async_rollout_mode in any case.
@@ -53,6 +59,7 @@ def uses_servers(draft: Draft) -> bool:
     return draft.since("v0.7.0") or is_chosen
 
 
+@fact
 def reads_top_k(draft: Draft) -> bool:
     """Check if top_k had an effect: the first agent loops asked for temperature and top_p alone."""
     # AgentLoopWorker.generate_sequences has top_k since v0.7.1. The server of v0.4.1 had it as a
@@ -60,6 +67,7 @@ def reads_top_k(draft: Draft) -> bool:
     return not uses_servers(draft) or draft.since("v0.7.1") or not draft.since("v0.5.0")
 
 
+@fact
 def evaluation_key(draft: Draft) -> str:
     """Return the key of the evaluation's frequency; early asynchronous samplers evaluated."""
     # FullyAsyncRollouter read rollout.test_freq until v0.7.0. FullyAsyncTrainer, which evaluates
@@ -88,9 +96,16 @@ def updates_per_schedule_step(draft: Draft) -> int | None:
     return max(1, batches or 1) * max(1, passes or 1)
 
 
+@fact
 def is_one_step_off(draft: Draft) -> bool:
     """Check if the old program sampled one step ahead."""
     return ONE_STEP_OFF in draft.old.entry
+
+
+@fact
+def has_sampler_gpus(draft: Draft) -> bool:
+    """Check if the sampler had GPUs of its own, next to those of the trainer."""
+    return is_async(draft) or is_one_step_off(draft)
 
 
 def is_dapo(draft: Draft) -> bool:
@@ -98,6 +113,7 @@ def is_dapo(draft: Draft) -> bool:
     return "dapo" in draft.old.entry or "entropy" in draft.old.entry
 
 
+@fact
 def only_distills(draft: Draft) -> bool:
     """Check if teachers are the only training signal, without rewards."""
     return draft.switch("distillation.enabled") and not draft.switch(
@@ -111,19 +127,21 @@ CORRECTION = "algorithm.rollout_correction"
 _SECOND_TRAINER = "trainer.use_v1"
 
 
+@fact
 def filters_groups(draft: Draft) -> bool:
     """Check if groups with equal rewards were discarded, by DAPO or the second trainer."""
     # RayPPOTrainer, the first trainer of main_ppo, has no code for it.
     return draft.switch(f"{FILTER}.enable") and (is_dapo(draft) or is_second_trainer(draft))
 
 
+@fact
 def is_second_trainer(draft: Draft) -> bool:
     """Check if main_ppo ran the trainer that is the default since v0.9.0."""
-    is_main = (
-        draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo")
-        and not is_async(draft)
-        and not is_one_step_off(draft)
-    )
+    is_main = draft.old.entry.rpartition(".")[2] in (
+        "",
+        "ppo",
+        "main_ppo",
+    ) and not has_sampler_gpus(draft)
     return is_main and not is_dapo(draft) and draft.switch(_SECOND_TRAINER)
 
 
@@ -155,21 +173,21 @@ def kl_in_reward(draft: Draft) -> bool:
     return not kl_in_loss(draft)
 
 
+@fact
+def kl_ctrl(draft: Draft) -> str:
+    """Return the block of the KL in the reward; the first releases had it in the critic's."""
+    blocks = ("algorithm.kl_ctrl", "critic.kl_ctrl")
+    return next((block for block in blocks if draft.old.has(f"{block}.kl_coef")), blocks[0])
+
+
 def kl_coefs(draft: Draft) -> tuple[float, float]:
     """Return the coefficients (loss, reward); 0 without a term."""
     loss = draft.number("actor_rollout_ref.actor.kl_loss_coef") if kl_in_loss(draft) else 0.0
-    key = next(
-        (
-            key
-            for key in ("algorithm.kl_ctrl.kl_coef", "critic.kl_ctrl.kl_coef")
-            if draft.old.has(key)
-        ),
-        "algorithm.kl_ctrl.kl_coef",
-    )
-    reward = draft.number(key) if kl_in_reward(draft) else 0.0
+    reward = draft.number(f"{kl_ctrl(draft)}.kl_coef") if kl_in_reward(draft) else 0.0
     return float(loss or 0.0), float(reward or 0.0)
 
 
+@fact
 def needs_ref(draft: Draft) -> bool:
     """Check if a reference policy changes anything."""
     return any(coef > 0 for coef in kl_coefs(draft))
@@ -225,36 +243,20 @@ def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
     ]
 
 
-SWITCH, MODE = "trainer.use_v1", "trainer.v1.trainer_mode"
-_SYNC_LOOP = (
-    "loop=sync here samples with the newest weights, scores, and updates, one after the other"
-)
-
-
-def build_generation(draft: Draft) -> None:
-    """Record the original trainer. Asynchronous recipes have different trainers."""
+@fact
+def chooses_trainer(draft: Draft) -> bool:
+    """Check if the program is main_ppo of a release with two trainers."""
     is_main = draft.old.entry.rpartition(".")[2] in ("", "main_ppo")
-    if SWITCH not in draft.old.defaults or not is_main or is_async(draft) or is_one_step_off(draft):
-        return
-    written = "written" if draft.old.is_set(SWITCH) else "the default"
-    mode = draft.text(MODE) or "sync"
-    if not draft.switch(SWITCH):
-        given = (
-            f"{SWITCH}=False ({written}) ran the trainer that main_ppo had before v0.9.0 "
-            "(main_ppo_v0)"
-        )
-        draft.find("trainer-generation.first", SWITCH, given=given)
-    elif mode == "sync":
-        given = (
-            f"{SWITCH}=True ({written}) ran the second trainer, with {MODE}=sync: batches went "
-            "through TransferQueue"
-        )
-        draft.find("trainer-generation.second", SWITCH, given=given)
-    else:
-        _ahead(draft, mode)
+    is_known = _SECOND_TRAINER in draft.old.defaults
+    return is_known and is_main and not has_sampler_gpus(draft)
 
 
-def _ahead(draft: Draft, mode: str) -> None:
-    """Report a mode that samples during training, with older weights."""
-    threshold = draft.integer("trainer.v1.sampler.max_off_policy_threshold")
-    draft.find("trainer-generation.ahead", MODE, mode=mode, threshold=threshold)
+@fact
+def trainer_mode(draft: Draft) -> str:
+    return draft.text("trainer.v1.trainer_mode") or "sync"
+
+
+@fact
+def written(draft: Draft) -> str:
+    """Say if the user chose the trainer."""
+    return "written" if draft.old.is_set(_SECOND_TRAINER) else "the default"

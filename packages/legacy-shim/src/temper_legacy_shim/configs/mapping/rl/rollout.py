@@ -5,177 +5,84 @@ import math
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
-    advantage,
+    estimator,
+    has_sampler_gpus,
     is_async,
-    is_one_step_off,
     reads_top_k,
     response_key,
     uses_servers,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS, world_size
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 
 BLOCK = "actor_rollout_ref.rollout"
-_PARAMETERS = [
-    f"{BLOCK}.{name}"
-    for name in (
-        *("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids"),
-        *("presence_penalty", "frequency_penalty", "min_tokens"),
-    )
-]
-"""Attributes of vLLM's SamplingParams, which the samplers until v0.6.1 passed on."""
 
 
 def build_rollout(draft: Draft) -> None:
     """Set the blocks ``sampling``, ``run.eval_sampling`` and ``rollout``, and the loop."""
-    _sampling(draft)
+    apply_rows(draft, "sampling")
     if evaluates(draft):
-        _eval_sampling(draft)
-    _server(draft)
-    _loop(draft)
+        apply_rows(draft, "eval-sampling")
+    apply_rows(draft, "sampler")
+    if draft.text(f"{BLOCK}.name") != "hf":
+        _set_servers(draft)
+    apply_rows(draft, "loop")
 
 
-def _sampling(draft: Draft) -> None:
-    apply_rules(draft, "temperature", "top-p")
-    _top_k(draft, BLOCK, rule="top-k", new="sampling.top_k")
-    draft.copy(
-        "sampling.max_tokens", response_key(draft), rule="response-length", expected="number"
-    )
-    _prompt_limit(draft)
-    _ask_about_greedy_sampling(draft)
-    if draft.switch(f"{BLOCK}.ignore_eos"):
-        draft.find("ignore-eos", f"{BLOCK}.ignore_eos")
-    for key in _PARAMETERS:
-        if draft.old.is_set(key) and not (uses_servers(draft) and draft.since("v0.5.0")):
-            draft.find("sampling-parameter", key, value=draft.old.get(key))
-
-
-def _ask_about_greedy_sampling(draft: Draft) -> None:
-    """Report training with greedy completions, which needs a decision."""
-    # Samplers of vLLM and SGLang take it from a batch's meta_info, which training leaves out.
-    reads_do_sample = draft.text(f"{BLOCK}.name") == "hf"
-    if not reads_do_sample:
-        draft.explain_drop(f"{BLOCK}.do_sample", "in training only the sampler hf read it")
-    if draft.switch("trainer.val_only"):
-        return
-    if reads_do_sample and draft.old.get(f"{BLOCK}.do_sample") is False:
-        draft.find("greedy", f"{BLOCK}.do_sample", given="do_sample is false")
-    elif draft.number(f"{BLOCK}.temperature") == 0:
-        draft.find("greedy", f"{BLOCK}.temperature", given="temperature is 0")
-
-
-def _top_k(draft: Draft, block: str, *, rule: str, new: str) -> None:
-    """Set top_k, or report one that the release's agent loops did not ask for."""
-    key = f"{block}.top_k"
-    if reads_top_k(draft):
-        apply_rules(draft, rule)
-        return
-    draft.explain_drop(key, f"agent loops of {draft.old.version} did not ask for it")
-    if (value := draft.integer(key) or 0) > 0:
-        draft.find("top-k.not-read", key, value=value, new=new)
-
-
-def _prompt_limit(draft: Draft) -> None:
-    """Ask about prompts that are longer than the sampler allows."""
+@fact
+def limits_prompts(draft: Draft) -> bool:
+    """Check if the sampler allowed shorter prompts than the data."""
     key = f"{BLOCK}.prompt_length"
     if key not in draft.old.origin or draft.old.get(key) == draft.old.get("data.max_prompt_length"):
-        return
+        return False
     limit, longest = draft.integer(key), draft.integer("data.max_prompt_length")
-    if limit is not None and longest is not None and limit < longest:
-        draft.find("prompt-length-rollout", key, limit=limit, longest=longest)
+    return limit is not None and longest is not None and limit < longest
 
 
-def _eval_sampling(draft: Draft) -> None:
-    block, new = f"{BLOCK}.val_kwargs", "run.eval_sampling"
-    # Workers sampled greedily without do_sample, whatever the temperature. Servers never got
-    # do_sample: generate_sequences of the agent loops takes val_kwargs.temperature alone.
-    is_served = uses_servers(draft)
-    samples = is_served or draft.switch(f"{block}.do_sample")
-    old = [f"{block}.temperature"] if is_served else [f"{block}.do_sample", f"{block}.temperature"]
-    if is_served:
-        draft.explain_drop(f"{block}.do_sample", f"servers of {draft.old.version} did not read it")
-    temperature = draft.number(f"{block}.temperature") if samples else 0.0
-    # The trees before v0.3 have no val_kwargs. _validate of these releases set do_sample to False.
-    if not draft.old.has(f"{block}.temperature"):  # before v0.3 evaluation was greedy
-        temperature = 0.0
-    draft.put(f"{new}.temperature", float(temperature or 0.0), rule="eval-temperature", old=old)
-    if temperature:
-        apply_rules(draft, "eval-top-p", "eval-completions")
-        _top_k(draft, block, rule="eval-top-k", new=f"{new}.top_k")
-    else:
-        cause = "temperature is 0" if is_served else "do_sample is false"
-        for name in ("temperature", "top_p", "top_k"):
-            draft.explain_drop(
-                f"{block}.{name}",
-                f"evaluation was greedy (val_kwargs.{cause}), so it had no effect",
-            )
-        draft.explain_drop(f"{block}.n", "evaluation was greedy, so all completions were equal")
-    draft.copy(f"{new}.max_tokens", response_key(draft), rule="response-length", expected="number")
+@fact
+def passes_parameters_on(draft: Draft) -> bool:
+    """Check if the sampler took any attribute of SamplingParams that it found in its block."""
+    return not (uses_servers(draft) and draft.since("v0.5.0"))
 
 
-def _server(draft: Draft) -> None:
-    name = draft.text(f"{BLOCK}.name") or "vllm"
-    old = [f"{BLOCK}.name"]
-    if name in ("hf",):
-        draft.put("rollout", "hf", rule="rollout-name", old=old, group=True)
-        return
-    if name.startswith("sglang"):
-        draft.find("sglang", *old, name=name)
-    elif name not in ("vllm", "???"):
-        draft.find("other-sampler", *old, name=name)
-    draft.put("rollout", "vllm", rule="rollout-name", old=old, group=True)
-    _refuse_truncated(draft)
-    _vllm(draft)
+@fact
+def eval_temperature(draft: Draft) -> float:
+    """Return the temperature of evaluation; 0 if it was greedy."""
+    block = f"{BLOCK}.val_kwargs"
+    # Workers sampled greedily without do_sample, whatever the temperature. The trees before v0.3
+    # have no val_kwargs: _validate of these releases set do_sample to False.
+    samples = uses_servers(draft) or draft.switch(f"{block}.do_sample")
+    if not samples or not draft.old.has(f"{block}.temperature"):
+        return 0.0
+    return float(draft.number(f"{block}.temperature") or 0.0)
 
 
-def _refuse_truncated(draft: Draft) -> None:
-    """Report truncation: the server's log-probs are not of the sampled distribution."""
+@fact
+def is_sglang(draft: Draft) -> bool:
+    return draft.text(f"{BLOCK}.name").startswith("sglang")
+
+
+@fact
+def top_k(draft: Draft) -> int:
+    return (draft.integer(f"{BLOCK}.top_k") or 0) if reads_top_k(draft) else 0
+
+
+@fact
+def truncates(draft: Draft) -> bool:
+    """Check if completions were drawn at another temperature from the likeliest tokens alone."""
     temperature, top_p = draft.number(f"{BLOCK}.temperature"), draft.number(f"{BLOCK}.top_p")
-    top_k = (draft.integer(f"{BLOCK}.top_k") or 0) if reads_top_k(draft) else 0
-    if temperature in (None, 1) or (top_p in (None, 1) and top_k <= 0):
-        return
-    draft.find(
-        "truncated-sampling",
-        f"{BLOCK}.temperature",
-        f"{BLOCK}.top_p",
-        f"{BLOCK}.top_k",
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-    )
+    return temperature not in (None, 1) and (top_p not in (None, 1) or top_k(draft) > 0)
 
 
-def _vllm(draft: Draft) -> None:
-    new = "rollout.vllm"
+def _set_servers(draft: Draft) -> None:
     world, keys = _rollout_world(draft)
     size, pipeline = _server_size(draft, world=world)
-    draft.put(
-        f"{new}.tensor_parallel_size",
-        size,
-        rule="rollout-tp",
-        old=[f"{BLOCK}.tensor_model_parallel_size"],
-    )
     # The old workers formed a server of each tensor_model_parallel_size ranks.
-    if world is not None and world // (size * pipeline) > 1:
-        draft.put(
-            "rollout.num_replicas", world // (size * pipeline), rule="rollout-replicas", old=keys
-        )
-    apply_rules(draft, "rollout-memory", "rollout-batched", "rollout-length", "rollout-sequences")
-    apply_rules(
-        draft, "rollout-eager", "rollout-chunked", "rollout-prefix", "rollout-dtype", "canary"
-    )
-    # Servers that share GPUs with training free their memory for it (free_cache_engine). Those with
-    # GPUs of their own keep it.
-    sleeps = (
-        draft.switch(f"{BLOCK}.free_cache_engine")
-        and not is_async(draft)
-        and not is_one_step_off(draft)
-    )
-    draft.put(
-        f"{new}.sleep_level",
-        1 if sleeps else 0,
-        rule="rollout-sleep",
-        old=[f"{BLOCK}.free_cache_engine"],
+    servers = 0 if world is None else world // (size * pipeline)
+    num_replicas = servers if servers > 1 else 0
+    world_keys = " and ".join(keys)
+    apply_rows(
+        draft, "vllm", tensor_parallel=size, num_replicas=num_replicas, world_keys=world_keys
     )
 
 
@@ -191,7 +98,7 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
         draft.integer(f"{BLOCK}.pipeline_model_parallel_size") or 1,
     )
     # Separate sampler GPUs keep servers of any size.
-    if size * pipeline == 1 or is_async(draft) or is_one_step_off(draft):
+    if size * pipeline == 1 or has_sampler_gpus(draft):
         return size, pipeline
     per_host = (
         draft.cluster.gpus_per_node
@@ -207,9 +114,7 @@ def _server_size(draft: Draft, *, world: int | None) -> tuple[int, int]:
 
 def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
     """Return the sampler's GPUs: separate ones if the trainer uses different GPUs."""
-    # Asynchronous entries state the sampler's GPUs in a block of their own.
-    # rollout.nnodes and rollout.n_gpus_per_node of the fully asynchronous and one-step-off
-    # programs.
+    # The fully asynchronous and one-step-off programs state them in a block of their own.
     if draft.old.has("rollout.n_gpus_per_node"):
         nodes, gpus = (
             draft.integer("rollout.nnodes") or 1,
@@ -219,22 +124,8 @@ def _rollout_world(draft: Draft) -> tuple[int | None, list[str]]:
     return world_size(draft), list(CLUSTER_KEYS)
 
 
-def _loop(draft: Draft) -> None:
-    if is_one_step_off(draft):
-        draft.put("loop", "one_step_off", rule="one-step-off")
-    elif is_async(draft):
-        draft.put("loop", "async", rule="fully-async")
-    if is_one_step_off(draft) or is_async(draft):
-        draft.put(
-            "rollout.pool", "rollout", rule="rollout-pool", old=["actor_rollout_ref.hybrid_engine"]
-        )
-
-
 TURNS = "actor_rollout_ref.rollout.multi_turn"
 _TEACHERS = "distillation.teacher_models"
-_LOSS = "distillation.distillation_loss"
-
-
 _OWN_CODE = (
     f"{TURNS}.interaction_config_path",
     f"{TURNS}.completion_callback",
@@ -287,7 +178,7 @@ def build_turns(draft: Draft) -> None:
 
 def _check_advantages(draft: Draft) -> None:
     """Report estimators in which the tokens between completions had a part."""
-    name = advantage(draft)
+    name = estimator(draft)
     if not draft.since("v0.5.0") and name in ("gae", *_WHITENED):
         how = "as if the model had written what answered it"
     elif name == _WHITENED[0] and draft.since("v0.5.0") and not draft.since("v0.9.0"):
@@ -311,47 +202,22 @@ def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
 
 
 def _tools(draft: Draft, path: str) -> None:
-    tools, length = f"{TURNS}.tool_config_path", draft.integer(response_key(draft))
-    draft.put(
-        "environment.name",
-        "temper_legacy_shim.old_tools:HermesTools",
-        rule="multi-turn",
-        old=[tools, f"{TURNS}.enable"],
-    )
-    draft.put("environment.arguments.path", path, rule="multi-turn", old=[tools], verbatim=True)
-    draft.put("data.tools_path", path, rule="multi-turn", old=[tools], verbatim=True)
-    draft.copy(
-        "environment.arguments.max_characters",
-        f"{TURNS}.max_tool_response_length",
-        rule="multi-turn",
-        expected="number",
-    )
-    draft.copy(
-        "environment.arguments.cut", f"{TURNS}.tool_response_truncate_side", rule="multi-turn"
-    )
-    draft.put("environment.call_start", "<tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
-    draft.put("environment.call_end", "</tool_call>", rule="multi-turn", old=[f"{TURNS}.format"])
-    limits = _limits(draft)
     # Without a limit the tokens of the rollout were one; a call and its answer take sixteen at
     # least.
-    draft.put(
-        "environment.max_turns",
-        _num_turns(draft) or max(1, (length or 1024) // 16),
-        rule="multi-turn",
-        old=limits,
-    )
-    if length is not None:
-        draft.put("environment.max_tokens", length, rule="multi-turn", old=[response_key(draft)])
-    draft.put("environment.tool_timeout_s", 300.0, rule="multi-turn")
+    length = draft.integer(response_key(draft)) or 1024
     parallel = draft.integer(f"{TURNS}.max_parallel_calls") or 1
     also = (
         f", and the other {parallel - 1} of max_parallel_calls wait for turns of their own"
         if parallel > 1
         else ""
     )
-    draft.find("multi-turn.tools", tools, path=path, also=also)
-    draft.explain_drop(
-        TURNS, "an environment has no such choice: it is called as before in any case"
+    apply_rows(
+        draft,
+        "tools",
+        max_turns=_num_turns(draft) or max(1, length // 16),
+        limits=" and ".join(_limits(draft)),
+        path=path,
+        also=also,
     )
 
 
@@ -392,34 +258,21 @@ def _unread_limit(draft: Draft) -> None:
 
 def build_staleness(draft: Draft) -> None:
     """Set a bound on sample age from the fraction of stale samples."""
-    if not is_async(draft):
-        return
-    fraction = draft.number("async_training.staleness_threshold")
+    if is_async(draft):
+        apply_rows(draft, "staleness")
+
+
+@fact
+def max_staleness(draft: Draft) -> int:
     # FullyAsyncRollouter let (1 + staleness_threshold) steps of prompts be in flight, a fraction of
     # a step. Temper counts weight versions, which are integers.
-    bound = max(1, math.ceil(fraction or 0))
-    if fraction is not None:
-        draft.put(
-            "asynchrony.max_staleness",
-            bound,
-            rule="staleness",
-            old=["async_training.staleness_threshold"],
-        )
-    partial = draft.switch("async_training.partial_rollout")
-    draft.put(
-        "asynchrony.partial_rollouts",
-        partial,
-        rule="staleness",
-        old=["async_training.partial_rollout"],
-    )
-    draft.find("staleness", "async_training.staleness_threshold", fraction=fraction, bound=bound)
-    is_first = not draft.since("v0.7.1")
-    if is_first and not draft.switch("async_training.use_rollout_log_probs"):
-        draft.find(
-            "async-proximal",
-            "async_training.use_rollout_log_probs",
-            detail=max(1, draft.integer("async_training.trigger_parameter_sync_step") or 1),
-        )
+    return max(1, math.ceil(draft.number("async_training.staleness_threshold") or 0))
+
+
+@fact
+def trainer_calls(draft: Draft) -> int:
+    """Return the calls of the asynchronous trainer between two weight syncs."""
+    return max(1, draft.integer("async_training.trigger_parameter_sync_step") or 1)
 
 
 def build_teachers(draft: Draft) -> None:
@@ -435,77 +288,11 @@ def build_teachers(draft: Draft) -> None:
     if not taught:
         draft.find("distillation.no-model", "distillation.enabled")
     for name in taught:
-        _teacher(draft, name)
-    if len(taught) > 1:
-        draft.copy("data.train.route_key", "distillation.teacher_key", rule="distillation")
-    _distillation_loss(draft)
-    draft.put(
-        "task",
-        "rl" if draft.switch(f"{_LOSS}.use_task_rewards") else "distill",
-        rule="distillation",
-        old=[f"{_LOSS}.use_task_rewards", "distillation.enabled"],
-    )
+        apply_rows(draft, "teacher", teacher=name)
+    apply_rows(draft, "distillation", has_routes=len(taught) > 1)
 
 
-def _teacher(draft: Draft, name: str) -> None:
-    old, new = f"{_TEACHERS}.{name}", f"teachers.{name}"
-    draft.copy(f"{new}.engine.model.path", f"{old}.model_path", rule="distillation")
-    route = draft.text(f"{old}.key")
-    if route:
-        draft.put(f"{new}.route", route, rule="distillation", old=[f"{old}.key"], verbatim=True)
-    replicas = draft.integer(f"{old}.num_replicas")
-    if replicas is not None and replicas > 1:
-        draft.put(
-            f"{new}.num_replicas",
-            replicas,
-            rule="distillation",
-            old=[f"{old}.num_replicas"],
-            verbatim=True,
-        )
-    draft.put(f"{new}.backend", "vllm", rule="distillation", old=[f"{old}.inference.name"])
-
-
-def _distillation_loss(draft: Draft) -> None:
-    mode = draft.text(f"{_LOSS}.loss_mode") or "k3"
-    is_reward = draft.switch(f"{_LOSS}.use_policy_gradient")
-    key = f"{_LOSS}.loss_mode"
-    if mode in ("k1", "kl", "k2", "mse", "k3", "low_var_kl"):
-        estimator = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}.get(mode, mode)
-        name = "reverse_kl_reward" if is_reward else "reverse_kl"
-        draft.put(
-            "distillation.objective.name",
-            name,
-            rule="distillation",
-            old=[key, f"{_LOSS}.use_policy_gradient"],
-        )
-        # The gradient of log(p/q) at samples of p is 0 in expectation.
-        if estimator == "k1" and not is_reward:
-            draft.find("distillation.zero-gradient", key, mode=mode)
-        else:
-            draft.put(
-                "distillation.objective.kl_estimator", estimator, rule="distillation", old=[key]
-            )
-    elif mode.startswith("forward_kl"):
-        draft.put("distillation.objective.name", "forward_kl", rule="distillation", old=[key])
-        draft.copy(
-            "distillation.objective.top_k", f"{_LOSS}.topk", rule="distillation", expected="number"
-        )
-    else:
-        draft.find("distillation.unknown-loss", key, mode=mode)
-    coef = draft.number(f"{_LOSS}.distillation_loss_coef")
-    if coef is not None:
-        draft.put(
-            "distillation.coef",
-            float(coef),
-            rule="distillation",
-            old=[f"{_LOSS}.distillation_loss_coef"],
-        )
-    clamp = draft.number(f"{_LOSS}.loss_max_clamp")
-    if clamp is not None and clamp > 0:
-        draft.put(
-            "distillation.clamp",
-            float(clamp),
-            rule="distillation",
-            old=[f"{_LOSS}.loss_max_clamp"],
-            verbatim=True,
-        )
+@fact
+def distillation_loss(draft: Draft) -> str:
+    mode = draft.text("distillation.distillation_loss.loss_mode") or "k3"
+    return "forward_kl" if mode.startswith("forward_kl") else mode

@@ -1,17 +1,14 @@
 """Length, place and habits of a run."""
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     GENERATED,
-    evaluation_key,
     filters_groups,
     is_async,
     is_second_trainer,
     num_weight_syncs,
 )
-from temper_legacy_shim.configs.mapping.roles.roles import CLUSTER_KEYS
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
 
 _TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -24,63 +21,29 @@ def build_run(draft: Draft) -> None:
     else:
         build_length(draft)
     build_habits(draft)
-    if evaluates(draft):
-        apply_rules(draft, "test-freq", old=evaluation_key(draft))
-    build_runtime(draft)
-    # fit() updated only the critic until this step.
-    if steps := draft.integer("trainer.critic_warmup"):
-        draft.find("critic-warmup", "trainer.critic_warmup", steps=steps)
-    callback = draft.text("trainer.checkpoint_callback_class")
-    if callback:
-        draft.find("checkpoint-callback", "trainer.checkpoint_callback_class", callback=callback)
-    if draft.switch("trainer.val_only"):
-        draft.find("val-only", "trainer.val_only")
+    for step in ("evaluation-frequency", "runtime", "run"):
+        apply_rows(draft, step)
 
 
 def build_length(draft: Draft) -> None:
     """Set the run's length in steps if given, else in epochs."""
-    steps, epochs = (
-        draft.integer("trainer.total_training_steps"),
-        draft.integer("trainer.total_epochs"),
-    )
-    if steps is not None and steps > 0:
-        draft.put(
-            "run.total_steps",
-            steps,
-            rule="total-steps",
-            old=["trainer.total_training_steps"],
-            verbatim=True,
-        )
-        draft.explain_drop(
-            "trainer.total_epochs", "trainer.total_training_steps is set and ends the run"
-        )
-        # The old loop went over the epochs and left at this step, so the epochs can end first.
-        if epochs is not None:
-            keys = ("trainer.total_training_steps", "trainer.total_epochs")
-            draft.find("total-steps", *keys, steps=steps, epochs=epochs)
-        return
-    if steps is not None:
-        draft.find("total-steps.none", "trainer.total_training_steps", steps=steps)
-    if epochs is None:
-        return
-    if epochs < 1:
-        draft.find("total-epochs.none", "trainer.total_epochs", epochs=epochs)
-    draft.put(
-        "run.total_epochs",
-        max(1, epochs),
-        rule="total-epochs",
-        old=["trainer.total_epochs"],
-        verbatim=True,
-    )
-    prompts = draft.integer("data.train_batch_size")
-    if filters_groups(draft) and not is_second_trainer(draft) and prompts:
-        draft.find(
-            "total-epochs",
-            "trainer.total_epochs",
-            epochs=epochs,
-            prompts=prompts,
-            each=draft.integer(GENERATED) or prompts,
-        )
+    steps = draft.integer("trainer.total_training_steps")
+    epochs = draft.integer("trainer.total_epochs")
+    apply_rows(draft, "length", steps=steps, epochs=epochs)
+
+
+@fact
+def prompts_per_round(draft: Draft) -> int:
+    """Return the prompts that each round of dynamic sampling took off the epochs; else 0."""
+    prompts = draft.integer("data.train_batch_size") or 0
+    if not filters_groups(draft) or is_second_trainer(draft) or not prompts:
+        return 0
+    return draft.integer(GENERATED) or prompts
+
+
+@fact
+def is_first_sft(draft: Draft) -> bool:
+    return draft.old.family == "sft_columns"
 
 
 def _async_length(draft: Draft) -> None:
@@ -88,86 +51,70 @@ def _async_length(draft: Draft) -> None:
     if steps is None:
         build_length(draft)
         return
-    draft.put("run.total_steps", steps, rule="async-length", old=keys)
     # The sampler also stopped at the end of its epochs; until v0.7.0 it had an own number of them.
     limits = ["trainer.total_epochs", *([] if draft.since("v0.7.1") else ["rollout.total_epochs"])]
-    epochs = [number for key in limits if (number := draft.integer(key)) is not None]
-    if epochs:
-        draft.find("total-steps", keys[0], *limits, steps=steps, epochs=min(epochs))
-    for name in ("trainer.total_training_steps", "trainer.total_epochs", "rollout.total_epochs"):
-        draft.explain_drop(name, f"{keys[0]} is taken as the end of the run")
+    apply_rows(
+        draft,
+        "async-length",
+        steps=steps,
+        length_keys=" and ".join(keys),
+        limits=" and ".join([keys[0], *limits]),
+        epochs=min((each for key in limits if (each := draft.integer(key)) is not None), default=0),
+    )
 
 
-def build_habits(draft: Draft, *, kept: str | None = "trainer.max_actor_ckpt_to_keep") -> None:
+def build_habits(draft: Draft, *, kept: str = "trainer.max_actor_ckpt_to_keep") -> None:
     """Set checkpoints, resuming, logging and the folder.
 
     Args:
         draft: of the program.
-        kept: key of the number of checkpoints to keep; None if the release read none.
+        kept: key of the number of checkpoints to keep; empty if the release read none.
     """
-    # The old trainer saved by steps alone; ours also saves by time, which the row turns off.
-    apply_rules(draft, "save-freq")
     keeps = draft.integer(kept) if kept else None
     # The older switch wins over the number: _save_checkpoint reads it first.
     if draft.switch("trainer.remove_previous_ckpt_in_save"):
         keeps = 1
     # The old trainer kept every checkpoint unless it was told otherwise; ours keeps two.
-    old = [*([kept] if kept else []), "trainer.remove_previous_ckpt_in_save"]
     value = keeps if keeps is not None and keeps > 0 else None
-    draft.put("run.max_ckpt_to_keep", value, rule="keep-checkpoints", old=old)
-    _resume(draft)
-    folder = draft.text("trainer.default_local_dir")
-    if folder:
-        old = ["trainer.default_local_dir", "trainer.project_name", "trainer.experiment_name"]
-        is_own = "trainer.default_local_dir" in draft.old.origin
-        draft.put(
-            "run.dir", folder, rule="run-dir", old=old[:1] if is_own else old, verbatim=is_own
-        )
-    _trackers(draft)
+    apply_rows(draft, "habits", kept=kept, keeps=value)
 
 
-def _resume(draft: Draft) -> None:
-    mode, path = draft.text("trainer.resume_mode") or "auto", draft.text("trainer.resume_from_path")
+@fact
+def resumes_from_path(draft: Draft) -> bool:
+    path = draft.text("trainer.resume_from_path")
     # Old scripts wrote False to switch the path off.
-    if mode == "resume_path" and path and path.lower() not in ("false", "null"):
-        draft.find("resume-path", "trainer.resume_from_path", path=path)
-        return
-    if mode != "disable" and draft.old.is_set("trainer.default_local_dir"):
-        draft.find(
-            "resume", "trainer.default_local_dir", value=draft.text("trainer.default_local_dir")
-        )
-    # auto looks for latest_checkpointed_iteration.txt in default_local_dir (_load_checkpoint).
-    draft.put(
-        "run.resume",
-        "never" if mode in ("disable", "never") else "auto",
-        rule="resume",
-        old=["trainer.resume_mode"],
-    )
+    is_path = path.lower() not in ("", "false", "null")
+    return draft.text("trainer.resume_mode") == "resume_path" and is_path
 
 
-def _trackers(draft: Draft) -> None:
+@fact
+def has_own_folder(draft: Draft) -> bool:
+    return "trainer.default_local_dir" in draft.old.origin
+
+
+def _loggers(draft: Draft) -> list[str]:
     value = draft.old.get("trainer.logger")
     # Quoted lists come through shells as text.
     if isinstance(value, str) and value.strip().startswith("["):
         value = parse_value(value)[0]
-    words = [
+    return [
         str(item) for item in (value if isinstance(value, list) else [value]) if item is not None
     ]
+
+
+@fact
+def trackers(draft: Draft) -> list[Plain]:
     # The file of metrics replaces the console: reports and comparisons read it.
-    trackers: list[Plain] = ["jsonl", *(word for word in words if word in _TRACKERS)]
-    draft.put("run.trackers", trackers, rule="trackers", old=["trainer.logger"])
-    others = [word for word in words if word not in _TRACKERS and word not in ("console", "file")]
-    if others:
-        draft.find("trackers", "trainer.logger", names=", ".join(others))
+    return ["jsonl", *(word for word in _loggers(draft) if word in _TRACKERS)]
 
 
-def build_runtime(draft: Draft) -> None:
-    """Set the runtime: one process, or Ray."""
+@fact
+def other_trackers(draft: Draft) -> str:
+    known = (*_TRACKERS, "console", "file")
+    return ", ".join(word for word in _loggers(draft) if word not in known)
+
+
+@fact
+def has_workers(draft: Draft) -> bool:
     workers = draft.settings.get("actor.num_workers")
-    # One worker needs no Ray: trainer, model and sampler run in one process.
-    if workers is None or not isinstance(workers.value, int) or workers.value < 2:
-        return
-    draft.put("runtime.kind", "ray", rule="runtime", old=CLUSTER_KEYS)
-    device = draft.text("trainer.device")
-    if device != "cpu":
-        draft.put("runtime.gpus_per_worker", 1.0, rule="runtime", old=CLUSTER_KEYS)
+    return workers is not None and isinstance(workers.value, int) and workers.value > 1

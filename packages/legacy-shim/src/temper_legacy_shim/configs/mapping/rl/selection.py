@@ -5,34 +5,18 @@ import re
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     CORRECTION,
-    FILTER,
-    GENERATED,
-    advantage,
-    filters_groups,
+    estimator,
     is_async,
-    is_second_trainer,
     takes_sampler_logprobs,
 )
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 from temper_legacy_shim.configs.reading.config_values import Plain
-
-# 0 was no bound, but the new setting needs a number that no useful run comes to.
-_MANY_ROUNDS = 1000
 
 
 def build_selection(draft: Draft) -> None:
     """Set ``algorithm.dynamic_sampling``, ``reweight`` and ``rollout_correction``."""
-    if filters_groups(draft):
-        _filter(draft)
-    elif draft.switch(f"{FILTER}.enable"):
-        _unread_filter(draft)
-    else:
-        draft.explain_drop(FILTER, "filter_groups is not enabled")
-    if draft.switch("algorithm.use_pf_ppo") and advantage(draft) == "gae":
-        _reweight(draft)
-    elif draft.switch("algorithm.use_pf_ppo"):
-        facts = {"version": draft.old.version}
-        draft.drop("pf-ppo.only-gae", "algorithm.use_pf_ppo", facts)
-        draft.drop("pf-ppo.only-gae", "algorithm.pf_ppo", facts)
+    apply_rows(draft, "dynamic-sampling")
+    apply_rows(draft, "reweight")
     # The block replaced the plain keys of v0.6.0; a release reads only one of the forms.
     if draft.old.has(f"{CORRECTION}.rollout_is") or takes_sampler_logprobs(draft):
         _correction(draft)
@@ -40,103 +24,38 @@ def build_selection(draft: Draft) -> None:
         _first_correction(draft)
     else:
         draft.explain_drop("algorithm.rollout_is", "rollout_is is not enabled")
-    # The first form of the correction: a cap on the weight of each token, where -1 is off.
-    cap = draft.number("actor_rollout_ref.actor.tis_imp_ratio_cap")
-    if cap is not None and cap > 0:
-        _put(draft, "name", "token", "actor_rollout_ref.actor.tis_imp_ratio_cap")
-        _put(draft, "truncate_at", float(cap), "actor_rollout_ref.actor.tis_imp_ratio_cap")
+    apply_rows(draft, "truncated-weights")
 
 
-def _filter(draft: Draft) -> None:
-    new, key = "algorithm.dynamic_sampling", f"{FILTER}.max_num_gen_batches"
-    rounds = draft.integer(key) or 0
-    if is_second_trainer(draft):
-        rounds = 0  # it warns and continues
-        draft.explain_drop(
-            key,
-            f"the second trainer of {draft.old.version} ignored it with a warning, and sampled "
-            "until the batch was full",
-        )
-    old = [f"{FILTER}.enable"] if is_second_trainer(draft) else [key, f"{FILTER}.enable"]
-    draft.put(
-        f"{new}.max_rounds", rounds if rounds > 0 else _MANY_ROUNDS, rule="filter-groups", old=old
+@fact
+def program(draft: Draft) -> str:
+    return draft.old.entry or "main_ppo"
+
+
+@fact
+def reweights(draft: Draft) -> bool:
+    return draft.switch("algorithm.use_pf_ppo") and estimator(draft) == "gae"
+
+
+@fact
+def pf_ppo(draft: Draft) -> str:
+    """Return the beginning of the keys that were read; v0.4.1 did not read its own block."""
+    return "algorithm.pf_ppo_" if draft.old.version == "v0.4.1" else "algorithm.pf_ppo."
+
+
+@fact
+def changed_pf_ppo(draft: Draft) -> str:
+    """Return the keys of the block that v0.4.1 did not read and that are no defaults."""
+    default = {"algorithm.pf_ppo.reweight_method": "pow", "algorithm.pf_ppo.weight_pow": 2.0}
+    return " and ".join(
+        key for key, value in default.items() if draft.old.get(key) not in (None, value)
     )
-    each = draft.integer(GENERATED)
-    if is_second_trainer(draft):
-        draft.explain_drop(
-            GENERATED,
-            f"with a filter, the second trainer of {draft.old.version} always took 1",
-        )
-    elif each is not None and each > 1:
-        draft.put(
-            f"{new}.prompts_per_round", each, rule="gen-batch", old=[GENERATED], verbatim=True
-        )
-    metric = draft.text(f"{FILTER}.metric")
-    # The first trainer took acc as its default; the second one stopped with an error.
-    if not metric and is_second_trainer(draft):
-        draft.find("filter-groups.no-metric", f"{FILTER}.metric")
-        return
-    on = _METRICS.get(metric or "acc")
-    if on is None:
-        draft.find("filter-groups.unknown-metric", f"{FILTER}.metric", metric=metric)
-        return
-    draft.put(f"{new}.on", on, rule="filter-groups", old=[f"{FILTER}.metric"])
 
 
-_METRICS = {
-    "acc": "score",
-    "score": "score",
-    "seq_reward": "reward",
-    "seq_final_reward": "reward",
-    "reward": "reward",
-}
-"""Comparison of groups by metric; ``reward`` includes penalties, but no KL."""
-
-
-def _unread_filter(draft: Draft) -> None:
-    program = draft.old.entry or "main_ppo"
-    draft.explain_drop(FILTER, f"{program} of {draft.old.version} did not read it")
-    draft.find("filter-groups.not-read", f"{FILTER}.enable", program=program)
-
-
-def _reweight(draft: Draft) -> None:
-    new, block = "algorithm.reweight", "algorithm.pf_ppo."
-    # v0.4.1 read names that its own configuration did not have, and not its block.
-    if draft.old.version == "v0.4.1":
-        _report_unread_block(draft, block.removesuffix("."))
-        block = "algorithm.pf_ppo_"
-    method = draft.text(f"{block}reweight_method") or "pow"
-    target = {"pow": "power", "max_min": "max_min", "max_random": "max_random"}.get(method)
-    if target is None:
-        draft.find("pf-ppo", f"{block}reweight_method", method=method)
-        return
-    draft.put(
-        f"{new}.name",
-        target,
-        rule="pf-ppo",
-        old=[f"{block}reweight_method", "algorithm.use_pf_ppo"],
-    )
-    if target == "power":
-        draft.copy(f"{new}.exponent", f"{block}weight_pow", rule="pf-ppo", expected="number")
-    else:
-        draft.find(
-            "pf-ppo.groups",
-            f"{block}reweight_method",
-            method=method,
-            weights="weight 1 for each with the largest or the smallest score, 0 for the others"
-            if target == "max_min"
-            else "weight 0.4 for each with the largest score, 0.1 for the others",
-            other="from its worst ones" if target == "max_min" else "from all",
-        )
-
-
-def _report_unread_block(draft: Draft, block: str) -> None:
-    draft.explain_drop(block, f"{draft.old.version} did not read it")
-    default = {f"{block}.reweight_method": "pow", f"{block}.weight_pow": 2.0}
-    keys = [key for key, value in default.items() if draft.old.get(key) not in (None, value)]
-    if keys:
-        given = " and ".join(f"{key}={draft.text(key)}" for key in keys)
-        draft.find("pf-ppo.not-read", *keys, given=given)
+@fact
+def given_pf_ppo(draft: Draft) -> str:
+    keys = changed_pf_ppo(draft).split(" and ")
+    return " and ".join(f"{key}={draft.text(key)}" for key in keys)
 
 
 def _put(draft: Draft, name: str, value: str | float | bool | None, *old: str) -> None:

@@ -9,6 +9,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     updates_per_step,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import ACTOR, data_parallel, is_megatron
+from temper_legacy_shim.configs.mapping.rows import fact
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 SWITCH = "trainer.use_legacy_worker_impl"
@@ -39,6 +40,7 @@ def build_numerics(draft: Draft) -> None:
         draft.put("use_legacy_worker_impl", "enable", rule="worker-switch", old=[SWITCH])
 
 
+@fact
 def has_engines(draft: Draft) -> bool:
     """Check if the old run trained the actor on engines, not on the old workers."""
     return draft.since("v0.8.0") or (draft.since("v0.7.0") and _word(draft) == "disable")

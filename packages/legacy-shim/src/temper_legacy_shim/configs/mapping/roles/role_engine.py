@@ -16,7 +16,7 @@ from temper_legacy_shim.configs.mapping.roles.roles import (
     fsdp_block,
     is_megatron,
 )
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows
 from temper_legacy_shim.configs.reading.config_values import Plain, from_home
 
 
@@ -53,11 +53,7 @@ def _model(draft: Draft, role: OldRole) -> None:
             )
         elif role.name == "actor":
             draft.find("model-path.missing", f"{role.model}.path", model=role.model)
-        # MegatronEngine builds models from their config alone, and refuses code of the checkpoint.
-        is_refused = is_megatron(draft) and draft.switch(f"{role.model}.trust_remote_code")
-        facts = {"remote_code": "refused" if is_refused else "taken"}
-        blocks = role.blocks(draft)
-        apply_rules(draft, "trust-remote-code", "nccl-timeout", blocks=blocks, facts=facts)
+        apply_rows(draft, "role-model", **role.blocks(draft))
         if role.name == "actor":
             _tokenizer(draft, role)
         if role.name == "critic":

@@ -14,7 +14,7 @@ from temper_legacy_shim.configs.mapping.roles.roles import (
     ulysses_keys,
     world_size,
 )
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 _OFFLOADS = ("param_offload", "cpu_offload", "offload_params")
@@ -97,7 +97,7 @@ def set_fsdp(draft: Draft, role: OldRole) -> None:
             old=[f"{block}.reshard_after_forward"],
             verbatim=True,
         )
-    apply_rules(draft, "prefetch", blocks=role.blocks(draft))
+    apply_rows(draft, "prefetch", **role.blocks(draft))
     wrap = draft.old.get(f"{block}.wrap_policy.transformer_layer_cls_to_wrap")
     if wrap:
         names: Plain = wrap if isinstance(wrap, list) else [wrap]
@@ -108,7 +108,7 @@ def set_fsdp(draft: Draft, role: OldRole) -> None:
             old=[f"{block}.wrap_policy.transformer_layer_cls_to_wrap"],
         )
     if role.is_trained:
-        apply_rules(draft, "checkpointing", blocks=role.blocks(draft))
+        apply_rows(draft, "checkpointing", **role.blocks(draft))
 
 
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
@@ -131,9 +131,7 @@ def set_megatron(draft: Draft, role: OldRole) -> None:
     engine, block = role.engine, role.megatron
     tensor = draft.integer(f"{block}.tensor_model_parallel_size") or 1
     pipeline = draft.integer(f"{block}.pipeline_model_parallel_size") or 1
-    apply_rules(
-        draft, "tensor-parallel", "pipeline-parallel", "context-parallel", blocks=role.blocks(draft)
-    )
+    apply_rows(draft, "megatron", **role.blocks(draft))
     # Megatron-Core has chunks of layers only between stages, and refuses them with one stage.
     chunks = draft.integer(f"{block}.virtual_pipeline_model_parallel_size")
     if chunks is not None and chunks > 1 and pipeline > 1:
@@ -157,13 +155,13 @@ def set_megatron(draft: Draft, role: OldRole) -> None:
     _experts(draft, role)
     if role.is_trained:
         _transformer(draft, role)
-        apply_rules(draft, "distributed-optimizer", blocks=role.blocks(draft))
+        apply_rows(draft, "distributed-optimizer", **role.blocks(draft))
 
 
 def _transformer(draft: Draft, role: OldRole) -> None:
     """Set recomputation and the expert-balancing loss from Megatron's own configuration."""
     block = f"{role.megatron}.override_transformer_config"
-    apply_rules(draft, "recompute", blocks=role.blocks(draft))
+    apply_rows(draft, "recompute", **role.blocks(draft))
     weight = draft.number(f"{block}.moe_aux_loss_coeff")
     if (
         weight is not None

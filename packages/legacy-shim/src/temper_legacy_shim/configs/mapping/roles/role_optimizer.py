@@ -6,13 +6,13 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     updates_per_schedule_step,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import OldRole, is_megatron
-from temper_legacy_shim.configs.mapping.rules import apply_rules
+from temper_legacy_shim.configs.mapping.rows import apply_rows
 
 
 def set_optimizer(draft: Draft, role: OldRole) -> None:
     engine, optim = f"{role.engine}.optimizer", role.optim
     blocks = role.blocks(draft)
-    apply_rules(draft, "lr", "weight-decay", blocks=blocks)
+    apply_rows(draft, "optimizer", **blocks)
     _clip(draft, role)
     if _another_optimizer(draft, role):
         return
@@ -24,9 +24,7 @@ def set_optimizer(draft: Draft, role: OldRole) -> None:
         rule="betas",
         old=[f"{optim}.betas"],
     )
-    # FSDP's workers had one parameter group, so that biases and norms decayed, too.
-    if not is_megatron(draft):
-        apply_rules(draft, "decays-vectors", blocks=blocks)
+    apply_rows(draft, "decay", **blocks)
 
 
 def _another_optimizer(draft: Draft, role: OldRole) -> bool:

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs.mapping.builder import Draft
+from temper_legacy_shim.configs.mapping.rows import fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +98,7 @@ COLUMNS = OldRole(
 CLUSTER_KEYS = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 
+@fact
 def world_size(draft: Draft) -> int | None:
     """Return the processes of the run: nodes times GPUs of each; None if it is not known."""
     if draft.cluster is not None:
@@ -109,6 +111,7 @@ def world_size(draft: Draft) -> int | None:
     return max(1, (nodes or 1) * (gpus or 1))
 
 
+@fact
 def is_megatron(draft: Draft) -> bool:
     return draft.old.family.endswith("megatron")
 
