@@ -304,16 +304,17 @@ def given_names() -> dict[str, set[str]]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "apply_rows":
                 step = node.args[1]
-                names = {each.arg for each in node.keywords if each.arg}
                 if isinstance(step, ast.Constant):
-                    result.setdefault(str(step.value), set()).update(names or BLOCKS)
+                    names = result.setdefault(str(step.value), set())
+                    for each in node.keywords:
+                        names |= {each.arg} if each.arg else BLOCKS
     return result
 
 
 def test_every_name_of_a_row_is_a_fact_or_comes_from_the_builder() -> None:
     given, shown = given_names(), {"key", "value", "version", "new", "old", "settings"}
     for step, rows in steps().items():
-        known = set(FACTS) | given.get(step, set()) | {"version"}
+        known = set(FACTS) | given.get(step, set()) | {"version", "family"}
         for row in rows:
             names = set(PLACE.findall(" ".join((row.old, row.new, *row.when))))
             names |= {row.how.removeprefix("fact ")} if row.how.startswith("fact ") else set()

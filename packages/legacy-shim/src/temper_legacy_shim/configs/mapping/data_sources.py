@@ -60,12 +60,8 @@ def build_rl_data(draft: Draft) -> None:
     """Set training and held-out prompts of a PPO-like run."""
     if not put_source(draft, new="data.train", old="data.train_files"):
         draft.find("data-files.no-prompts", "data.train_files")
-    if not (evaluates(draft) and put_source(draft, new="data.eval", old="data.val_files")):
-        draft.explain_drop(
-            "data.val_files",
-            "trainer.test_freq and trainer.val_before_train turn evaluation off, so the files are "
-            "never read",
-        )
+    if evaluates(draft):
+        put_source(draft, new="data.eval", old="data.val_files")
     for source in sources(draft):
         apply_rows(draft, "data-source", source=source)
     apply_rows(draft, "prompts")

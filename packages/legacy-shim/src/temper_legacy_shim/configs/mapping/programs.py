@@ -2,7 +2,7 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import build_rl_data, put_source, sources
-from temper_legacy_shim.configs.mapping.rl.batches import build_batches, explain_unused
+from temper_legacy_shim.configs.mapping.rl.batches import build_batches
 from temper_legacy_shim.configs.mapping.rl.reward_functions import build_reward
 from temper_legacy_shim.configs.mapping.rl.rl_algorithm import build_algorithm
 from temper_legacy_shim.configs.mapping.rl.rl_facts import needs_critic
@@ -218,7 +218,7 @@ def build_ppo(draft: Draft) -> None:
     build_role(draft, ACTOR)
     build_lora(draft, ACTOR)
     build_batches(draft)
-    explain_unused(draft)
+    apply_rows(draft, "log-probs")
     build_algorithm(draft)
     if needs_critic(draft):
         build_role(draft, CRITIC)

@@ -71,7 +71,7 @@ class _Names(dict[str, object]):
     """Values that keys, conditions and messages show: those of a step, else facts of the draft."""
 
     def __init__(self, draft: Draft, given: Mapping[str, object]) -> None:
-        super().__init__(given, version=draft.old.version)
+        super().__init__(given, version=draft.old.version, family=draft.old.family)
         self.draft = draft
 
     def __missing__(self, name: str) -> object:

@@ -269,19 +269,3 @@ def _budget(draft: Draft, role: OldRole, *, longest: int) -> tuple[int | None, l
     if micro is None:
         return max(longest, 1), keys[2:]
     return max(micro, 1) * longest, keys
-
-
-def explain_unused(draft: Draft) -> None:
-    """Explain sizes of passes that use the update's plan here."""
-    for key in ("actor_rollout_ref.rollout.log_prob", "actor_rollout_ref.ref.log_prob"):
-        for name in (
-            "micro_batch_size",
-            "micro_batch_size_per_gpu",
-            "use_dynamic_bsz",
-            "max_token_len_per_gpu",
-        ):
-            draft.explain_drop(
-                f"{key}_{name}",
-                "log-probs are computed over the update's own micro-batches, so that the first "
-                "ratio is 1",
-            )

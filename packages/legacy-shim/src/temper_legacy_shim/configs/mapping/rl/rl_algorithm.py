@@ -2,7 +2,6 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
-    completions_per_prompt,
     estimator,
     kl_coefs,
     kl_ctrl,
@@ -36,11 +35,6 @@ def build_algorithm(draft: Draft) -> None:
 def deviation_key(draft: Draft) -> str:
     """Return the switch of the division by the deviation; empty if the estimator has none."""
     return _DEVIATION if estimator(draft).startswith("grpo") else ""
-
-
-@fact
-def has_groups(draft: Draft) -> bool:
-    return completions_per_prompt(draft) > 1
 
 
 @fact

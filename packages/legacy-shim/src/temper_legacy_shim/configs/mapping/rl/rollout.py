@@ -5,7 +5,6 @@ import math
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
-    estimator,
     has_sampler_gpus,
     is_async,
     reads_top_k,
@@ -140,19 +139,15 @@ _LOOPS = (
     "async_partial_tool_agent",
 )
 """Agent loops that the releases registered; others are the user's code."""
-_WHITENED = ("reinforce_plus_plus", "reinforce_plus_plus_baseline")
-"""Estimators without a critic whose advantages are normalized over the tokens of the mask."""
 _HERMES = ("", "hermes", "chatml")
 """Words for calls written as <tool_call>{...}</tool_call>; chatml was v0.4.0's."""
 
 
 def build_turns(draft: Draft) -> None:
     """Set an environment for tools, and report a question for other code that answers."""
-    _unread_limit(draft)
-    tools, own = (
-        draft.text(f"{TURNS}.tool_config_path"),
-        [key for key in _OWN_CODE if draft.text(key)],
-    )
+    apply_rows(draft, "turns")
+    tools = draft.text(f"{TURNS}.tool_config_path")
+    own = [key for key in _OWN_CODE if draft.text(key)]
     # A loop of the user's code may answer in any way.
     own += [_LOOP] * ((draft.text(_LOOP) or _LOOPS[0]) not in _LOOPS)
     is_named = "multiturn" in draft.config_name or "multi_turn" in draft.config_name
@@ -162,30 +157,10 @@ def build_turns(draft: Draft) -> None:
     elif tools:
         _tools(draft, tools)
     else:
-        if draft.switch(f"{TURNS}.enable"):
-            draft.find("multi-turn.no-tools", f"{TURNS}.enable")
-        draft.explain_drop(TURNS, "one completion for each prompt: nothing answers it")
+        apply_rows(draft, "no-turns")
     if own or tools:
-        _check_advantages(draft)
-    draft.explain_drop(
-        _LOOP, "with tools the loop is an environment, and without it is one completion"
-    )
-    draft.explain_drop(
-        "actor_rollout_ref.rollout.agent",
-        "how many processes ran the rollouts; servers are asynchronous anyway",
-    )
-
-
-def _check_advantages(draft: Draft) -> None:
-    """Report estimators in which the tokens between completions had a part."""
-    name = estimator(draft)
-    if not draft.since("v0.5.0") and name in ("gae", *_WHITENED):
-        how = "as if the model had written what answered it"
-    elif name == _WHITENED[0] and draft.since("v0.5.0") and not draft.since("v0.9.0"):
-        how = "with a return of 0 for every completion but the last of a rollout"
-    else:
-        return
-    draft.find("multi-turn.advantages", "algorithm.adv_estimator", name=name, how=how)
+        apply_rows(draft, "turn-advantages")
+    apply_rows(draft, "agent-loops")
 
 
 def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
@@ -193,12 +168,8 @@ def _ask(draft: Draft, *, tools: str, own: list[str], form: str) -> None:
     parts += [f"calls in the form {form}"] * (bool(tools) and form not in _HERMES)
     what = "; ".join(parts) or f"{draft.config_name} says so, and lies in a file that was not given"
     turns = _num_turns(draft)
-    draft.find(
-        "multi-turn.own-code",
-        what=what,
-        detail=f" and environment.max_turns={turns}" if turns else "",
-    )
-    draft.explain_drop(TURNS, "turns and tools become an environment, which is asked about once")
+    detail = f" and environment.max_turns={turns}" if turns else ""
+    apply_rows(draft, "own-turns", what=what, detail=detail)
 
 
 def _tools(draft: Draft, path: str) -> None:
@@ -244,16 +215,9 @@ def _limits(draft: Draft) -> list[str]:
     ]
 
 
-def _unread_limit(draft: Draft) -> None:
-    key = f"{TURNS}.max_turns"
-    if key in _limits(draft) or not draft.old.is_set(key):
-        return
-    reason = (
-        f"{draft.old.version} does not read it: v0.4.0 alone did, and max_assistant_turns and "
-        "max_user_turns came after it"
-    )
-    draft.find("max-turns", key, value=draft.old.get(key), reason=reason)
-    draft.explain_drop(key, reason)
+@fact
+def reads_max_turns(draft: Draft) -> bool:
+    return f"{TURNS}.max_turns" in _limits(draft)
 
 
 def build_staleness(draft: Draft) -> None:
@@ -278,7 +242,7 @@ def trainer_calls(draft: Draft) -> int:
 def build_teachers(draft: Draft) -> None:
     """Set on-policy distillation of v0.8.0 and later."""
     if not draft.switch("distillation.enabled"):
-        draft.explain_drop("distillation", "distillation is not enabled")
+        apply_rows(draft, "no-teachers")
         return
     # Keys below teacher_models are names that the user chose.
     names = {

@@ -41,11 +41,6 @@ def prompts_per_round(draft: Draft) -> int:
     return draft.integer(GENERATED) or prompts
 
 
-@fact
-def is_first_sft(draft: Draft) -> bool:
-    return draft.old.family == "sft_columns"
-
-
 def _async_length(draft: Draft) -> None:
     steps, keys = num_weight_syncs(draft)
     if steps is None:

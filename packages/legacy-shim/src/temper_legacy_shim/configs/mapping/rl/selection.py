@@ -23,7 +23,7 @@ def build_selection(draft: Draft) -> None:
     elif draft.switch("algorithm.rollout_is"):
         _first_correction(draft)
     else:
-        draft.explain_drop("algorithm.rollout_is", "rollout_is is not enabled")
+        apply_rows(draft, "no-correction")
     apply_rows(draft, "truncated-weights")
 
 

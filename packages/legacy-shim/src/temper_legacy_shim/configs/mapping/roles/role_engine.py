@@ -71,8 +71,6 @@ def _tokenizer(draft: Draft, role: OldRole) -> None:
 
 
 def _precision(draft: Draft, role: OldRole) -> None:
-    fsdp = fsdp_block(draft, role)
-    engine = f"{role.engine}.precision"
     words = {
         **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
         **dict.fromkeys(("fp16", "float16", "half", "16"), "fp16"),
@@ -86,21 +84,9 @@ def _precision(draft: Draft, role: OldRole) -> None:
     if compute is None:
         draft.find("compute-dtype", key, old=draft.text(key))
         return
-    draft.put(f"{engine}.compute", compute, rule="compute-dtype", old=old)
-    if not role.is_trained or is_megatron(draft):
-        return
-    master = words.get(draft.text(f"{fsdp}.model_dtype") or "fp32", "fp32")
-    # Temper keeps no fp16 master weights: small updates would be lost in rounding.
-    if master == "fp16" or (master == "bf16" and compute == "fp16"):
-        master = "fp32"
-    draft.put(f"{engine}.parameters", master, rule="master-dtype", old=[f"{fsdp}.model_dtype"])
-    reduce = words.get(draft.text(f"{fsdp}.mixed_precision.reduce_dtype") or "fp32", "fp32")
-    draft.put(
-        f"{engine}.reduce",
-        "bf16" if reduce == "bf16" else "fp32",
-        rule="reduce-dtype",
-        old=[f"{fsdp}.mixed_precision.reduce_dtype"],
-    )
+    draft.put(f"{role.engine}.precision.compute", compute, rule="compute-dtype", old=old)
+    if role.is_trained and not is_megatron(draft):
+        apply_rows(draft, "precision", **role.blocks(draft))
 
 
 def _compute_keys(draft: Draft, role: OldRole) -> list[str]:
@@ -130,45 +116,33 @@ _MEGATRON_NAMES = {
 
 def build_lora(draft: Draft, role: OldRole) -> None:
     """Set a role's adapter; FSDP reads the flat keys, Megatron the block."""
-    flat, block = f"{role.model}.lora_rank", f"{role.model}.lora.rank"
-    read, unread = (block, flat) if is_megatron(draft) else (flat, block)
-    # Both keys are in the trees of v0.7.0 and later, whichever engine trains.
-    rank, other = draft.integer(read) or 0, draft.integer(unread) or 0
-    if other > 0:
-        _unread(draft, read=read, unread=unread, rank=rank, other=other)
-    path_key = (
-        f"{role.model}.lora.adapter_path"
-        if is_megatron(draft)
-        else f"{role.model}.lora_adapter_path"
-    )
-    path, engine = draft.text(path_key), f"{role.engine}.lora"
-    if path:
-        draft.put(f"{engine}.path", path, rule="lora-path", old=[path_key], verbatim=True)
-        draft.explain_drop(read, "the adapter's own adapter_config.json decides it")
-        return
-    if rank <= 0:
-        return
-    draft.put(f"{engine}.rank", rank, rule="lora-rank", old=[read], verbatim=True)
-    alpha_key = f"{role.model}.lora.alpha" if is_megatron(draft) else f"{role.model}.lora_alpha"
-    alpha = draft.number(alpha_key)
-    draft.put(
-        f"{engine}.alpha",
-        float(alpha if alpha is not None else (32 if is_megatron(draft) else 16)),
-        rule="lora-alpha",
-        old=[alpha_key],
-        verbatim=True,
-    )
-    _modules(draft, role, engine)
-    if is_megatron(draft):
-        _initialization(draft, role)
-
-
-def _initialization(draft: Draft, role: OldRole) -> None:
-    first, second = (f"{role.model}.lora.lora_{side}_init_method" for side in ("A", "B"))
-    # Fine-tuning of v0.7.0 lacked the keys, and had the defaults of Megatron-Bridge.
-    a, b = draft.text(first) or "xavier", draft.text(second) or "zero"
-    if (a, b) != ("kaiming", "zero"):
-        draft.find("lora-init", first, second, a=a, b=b)
+    # Both forms are in the trees of v0.7.0 and later, whichever engine trains.
+    forms = (f"{role.model}.lora_", f"{role.model}.lora.")
+    lora, other = reversed(forms) if is_megatron(draft) else forms
+    read, unread = f"{lora}rank", f"{other}rank"
+    rank, other_rank = draft.integer(read) or 0, draft.integer(unread) or 0
+    if other_rank > 0:
+        _unread(draft, read=read, unread=unread, rank=rank, other=other_rank)
+    blocks = role.blocks(draft)
+    if draft.text(f"{lora}adapter_path"):
+        apply_rows(draft, "lora-path", **blocks, lora=lora)
+    elif rank > 0:
+        block = f"{role.model}.lora" if is_megatron(draft) else role.model
+        given = draft.old.get(f"{block}.target_modules")
+        targets = _names(given)
+        apply_rows(
+            draft,
+            "lora",
+            **blocks,
+            lora=lora,
+            block=block,
+            targets=targets,
+            keeps_targets=targets == given,
+            excluded=_names(draft.old.get(f"{block}.exclude_modules")),
+            # Fine-tuning of v0.7.0 lacked the keys, and had the defaults of Megatron-Bridge.
+            first=draft.text(f"{block}.lora_A_init_method") or "xavier",
+            second=draft.text(f"{block}.lora_B_init_method") or "zero",
+        )
 
 
 def _unread(draft: Draft, *, read: str, unread: str, rank: int, other: int) -> None:
@@ -186,35 +160,6 @@ def _unread(draft: Draft, *, read: str, unread: str, rank: int, other: int) -> N
         kind=kind,
         detail="all weights, without an adapter" if rank == 0 else f"an adapter of rank {rank}",
     )
-
-
-def _modules(draft: Draft, role: OldRole, engine: str) -> None:
-    prefix = f"{role.model}.lora." if is_megatron(draft) else f"{role.model}."
-    key = f"{prefix}target_modules"
-    value = draft.old.get(key)
-    targets = _names(value)
-    if targets is not None:
-        draft.put(
-            f"{engine}.target_modules",
-            targets,
-            rule="lora-targets",
-            old=[key],
-            verbatim=targets == value,
-        )
-    is_divided = (draft.integer(f"{role.megatron}.expert_model_parallel_size") or 1) > 1
-    if is_megatron(draft) and is_divided and targets == "all-linear":
-        draft.find("lora-experts", key, engine=engine)
-    dropout = f"{prefix}dropout"
-    if is_megatron(draft) and draft.number(dropout):
-        draft.copy(f"{engine}.dropout", dropout, rule="lora-dropout", expected="number")
-    excluded = draft.old.get(f"{prefix}exclude_modules")
-    if excluded:
-        draft.put(
-            f"{engine}.exclude_modules",
-            _names(excluded),
-            rule="lora-excludes",
-            old=[f"{prefix}exclude_modules"],
-        )
 
 
 def _names(value: Plain) -> Plain:

@@ -71,15 +71,7 @@ def _clip(draft: Draft, role: OldRole) -> None:
         else optim
     )
     if draft.old.has(key):
-        norm = draft.number(key)
-        if norm is not None and norm <= 0:  # Megatron's word for never
-            draft.put(f"{role.engine}.optimizer.clip_grad_norm", None, rule="grad-clip", old=[key])
-            if not is_megatron(draft):
-                draft.find("grad-clip.nothing", key, norm=norm)
-        else:
-            draft.copy(
-                f"{role.engine}.optimizer.clip_grad_norm", key, rule="grad-clip", expected="number"
-            )
+        apply_rows(draft, "gradient-clip", engine=role.engine, clip=key)
     if key == own and draft.since("v0.8.0") and draft.number(own) != draft.number(optim):
         draft.find("grad-clip", own, optim=optim)
 
