@@ -1,11 +1,12 @@
 """Translate each old program: reinforcement learning, SFT, generation and evaluation."""
 
+from collections.abc import Sequence
+
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.data_sources import build_rl_data, put_source, sources
 from temper_legacy_shim.configs.mapping.rl.batches import build_batches
 from temper_legacy_shim.configs.mapping.rl.reward_functions import build_reward
 from temper_legacy_shim.configs.mapping.rl.rl_algorithm import build_algorithm
-from temper_legacy_shim.configs.mapping.rl.rl_facts import needs_critic
+from temper_legacy_shim.configs.mapping.rl.rl_facts import evaluates, has_eval_data, needs_critic
 from temper_legacy_shim.configs.mapping.rl.rollout import (
     build_rollout,
     build_staleness,
@@ -33,7 +34,60 @@ from temper_legacy_shim.configs.mapping.roles.roles import (
     ulysses_keys,
 )
 from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
-from temper_legacy_shim.configs.reading.config_values import from_home
+from temper_legacy_shim.configs.reading.config_values import Plain, from_home, parse_value
+
+
+def paths_of(draft: Draft, key: str) -> list[str]:
+    """Return the files of an old key: a list, a path, or a list in a string."""
+    value = draft.old.get(key)
+    if isinstance(value, str) and value.strip().startswith("["):
+        value = parse_value(value.strip())[0]
+    if value in (None, ""):
+        return []
+    items: Sequence[Plain] = value if isinstance(value, list) else [value]
+    return [from_home(str(item)) for item in items if item not in (None, "")]
+
+
+def put_source(draft: Draft, *, new: str, old: str) -> bool:
+    """Set a data source; return False if there is none."""
+    paths = paths_of(draft, old)
+    if not paths:
+        return False
+    kinds = {"jsonl" if path.endswith((".jsonl", ".json")) else "parquet" for path in paths}
+    if len(kinds) > 1:
+        draft.find("data-files.mixed", old)
+    if any(path.endswith(".json") for path in paths):
+        draft.find("data-files.json", old)
+    single = not isinstance(draft.old.get(old), list)
+    draft.put(
+        f"{new}.paths",
+        list(paths),
+        rule="data-files",
+        old=[old],
+        verbatim=not single and paths == draft.old.get(old),
+    )
+    draft.put(
+        f"{new}.name",
+        sorted(kinds)[-1] if len(kinds) == 1 else "parquet",
+        rule="data-kind",
+        old=[old],
+    )
+    return True
+
+
+def sources(draft: Draft) -> list[str]:
+    return ["data.train", *["data.eval"] * has_eval_data(draft)]
+
+
+def build_rl_data(draft: Draft) -> None:
+    """Set training and held-out prompts of a PPO-like run."""
+    if not put_source(draft, new="data.train", old="data.train_files"):
+        draft.find("data-files.no-prompts", "data.train_files")
+    if evaluates(draft):
+        put_source(draft, new="data.eval", old="data.val_files")
+    for source in sources(draft):
+        apply_rows(draft, "data-source", source=source)
+    apply_rows(draft, "prompts")
 
 
 def build_columns(draft: Draft) -> None:

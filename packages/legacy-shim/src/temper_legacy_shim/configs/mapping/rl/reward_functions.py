@@ -3,6 +3,7 @@
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import is_dapo, response_key
 from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
+from temper_legacy_shim.configs.reading.config_values import Plain
 
 # The oldest key first: the later programs copied it over the newer ones.
 MANAGER_KEYS = ("reward_model.reward_manager", "reward.reward_manager.name", "reward_manager.name")
@@ -131,3 +132,10 @@ def response_length(draft: Draft) -> int | None:
 @fact
 def reward_path(draft: Draft) -> str:
     return draft.text(f"{reward_block(draft)}.path")
+
+
+@fact
+def reward_columns(draft: Draft) -> list[Plain]:
+    """Return the columns that the reward function gets, next to the answer."""
+    messages = [draft.text("data.prompt_key") or "prompt"] * reads_messages(draft)
+    return [draft.text("data.reward_fn_key") or "data_source", "extra_info", *messages]

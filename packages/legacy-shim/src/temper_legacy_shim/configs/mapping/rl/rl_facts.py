@@ -260,3 +260,18 @@ def trainer_mode(draft: Draft) -> str:
 def written(draft: Draft) -> str:
     """Say if the user chose the trainer."""
     return "written" if draft.old.is_set(_SECOND_TRAINER) else "the default"
+
+
+@fact
+def evaluates(draft: Draft) -> bool:
+    """Check if the old trainer evaluated held-out prompts."""
+    # fit() reads it with a default of True, also in releases whose trees lack it.
+    before = draft.switch("trainer.val_before_train") or not draft.old.has(
+        "trainer.val_before_train"
+    )
+    return before or draft.frequency(evaluation_key(draft)) > 0
+
+
+@fact
+def has_eval_data(draft: Draft) -> bool:
+    return "data.eval.paths" in draft.settings

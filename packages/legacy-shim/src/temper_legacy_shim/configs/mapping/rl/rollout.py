@@ -3,8 +3,8 @@
 import math
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.data_sources import evaluates
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    evaluates,
     has_sampler_gpus,
     is_async,
     reads_top_k,
