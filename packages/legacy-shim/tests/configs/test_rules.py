@@ -33,7 +33,7 @@ from .conftest import CONFIG
 from .examples import example_of
 
 SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
-PLACE = re.compile(r"\{(\w+)\}")
+BRACES = re.compile(r"\{(\w+)\}")
 BLOCKS = {"engine", "parent", "model", "megatron", "optim", "fsdp"}
 """Names that a role gives to its rows; see ``OldRole.blocks``."""
 FROM_HISTORY = {"2231", "4665"}
@@ -158,8 +158,8 @@ def test_every_message_has_a_position_that_finds_it() -> None:
     literals = set(re.findall(r'"([a-z0-9.-]+)"', source_text()))
     in_rows = {message_of(row) for row in table_rows()} - {""}
     assert set(messages()) - literals - in_rows == set()
-    found = set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text()))
-    assert (found | in_rows) - set(messages()) == set()
+    in_calls = set(re.findall(r'draft\.find\("([a-z0-9.-]+)"', source_text()))
+    assert (in_calls | in_rows) - set(messages()) == set()
 
 
 def test_a_message_of_a_row_belongs_to_its_rule_and_a_reason_to_a_dropped_key() -> None:
@@ -177,7 +177,7 @@ def test_rows_read_old_keys_that_the_table_explains() -> None:
         for row in table_rows()
         for part in row.old.split(" and ")
         for key in alternatives(part)
-        if key and not PLACE.search(part)
+        if key and not BRACES.search(part)
     }
     assert len(keys) > 100
     # A block such as reward.overlong_buffer is explained by its keys.
@@ -193,8 +193,8 @@ def test_rows_set_new_keys_of_their_own_rule() -> None:
     for row in table_rows():
         rule = rule_named(row.rule)
         assert rule is not None
-        places = {"engine": "actor.engine", "source": "data.train", "teacher": "", "argument": ""}
-        key = row.new.format(**places)
+        blocks = {"engine": "actor.engine", "source": "data.train", "teacher": "", "argument": ""}
+        key = row.new.format(**blocks)
         assert not row.sets or any(f"{key}.".startswith(f"{own}.") for own in new_keys(rule)), row
 
 
@@ -316,7 +316,7 @@ def test_every_name_of_a_row_is_a_fact_or_comes_from_the_builder() -> None:
     for step, rows in steps().items():
         known = set(FACTS) | given.get(step, set()) | {"version", "family"}
         for row in rows:
-            names = set(PLACE.findall(" ".join((row.old, row.new, *row.when))))
+            names = set(BRACES.findall(" ".join((row.old, row.new, *row.when))))
             names |= {row.how.removeprefix("fact ")} if row.how.startswith("fact ") else set()
             names |= {
                 word

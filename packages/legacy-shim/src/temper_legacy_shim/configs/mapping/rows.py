@@ -163,34 +163,34 @@ def _parse_condition(condition: str) -> tuple[str, re.Match[str] | None]:
 
 
 def _is_true(draft: Draft, match: re.Match[str], key: str, names: _Names) -> bool:
-    subject, argument = match["key"] or key, match["argument"]
+    compared, argument = match["key"] or key, match["argument"]
     match match["word"]:
         case "since":
             return draft.since(argument)
         case "before":
             return not draft.since(argument)
         case "set":
-            return draft.old.is_set(subject)
+            return draft.old.is_set(compared)
         case "has":
-            return draft.old.has(subject)
+            return draft.old.has(compared)
         case "given":
             # Shells pass null as text.
-            return draft.text(subject).lower() not in ("", "null", "none")
+            return draft.text(compared).lower() not in ("", "null", "none")
         case "on":
-            return draft.switch(subject)
+            return draft.switch(compared)
         case "is":
-            return _text_of(draft, subject, names) in argument.split("|")
-    number = draft.number(subject)
+            return _text_of(draft, compared, names) in argument.split("|")
+    number = draft.number(compared)
     is_above = number is not None and number > float(argument)
     return is_above if match["word"] == ">" else number is not None and not is_above
 
 
-def _text_of(draft: Draft, subject: str, names: _Names) -> str:
+def _text_of(draft: Draft, compared: str, names: _Names) -> str:
     """Return a fact, a new setting or its default, or an old value."""
-    if subject in names or subject in FACTS:
-        return str(names[subject])
-    value = draft.value(subject)
-    return draft.text(subject) if value is None else str(value)
+    if compared in names or compared in FACTS:
+        return str(names[compared])
+    value = draft.value(compared)
+    return draft.text(compared) if value is None else str(value)
 
 
 def _apply(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool:

@@ -68,7 +68,7 @@ def top_k(draft: Draft) -> int:
 
 @fact
 def truncates(draft: Draft) -> bool:
-    """Check if completions were drawn at another temperature from the likeliest tokens alone."""
+    """Check if completions were drawn at another temperature from the most likely tokens alone."""
     temperature, top_p = draft.number(f"{BLOCK}.temperature"), draft.number(f"{BLOCK}.top_p")
     return temperature not in (None, 1) and (top_p not in (None, 1) or top_k(draft) > 0)
 
