@@ -34,6 +34,8 @@ from .examples import example_of
 
 SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
 BRACES = re.compile(r"\{(\w+)\}")
+WORDS = {"since", "before", "set", "has", "given", "on", "is"}
+"""Words of conditions; any other word is a fact."""
 BLOCKS = {"engine", "parent", "model", "megatron", "optim", "fsdp"}
 """Names that a role gives to its rows; see ``OldRole.blocks``."""
 FROM_HISTORY = {"2231", "4665"}
@@ -150,8 +152,8 @@ def test_every_step_is_applied_by_a_builder() -> None:
 
 def message_of(row: Row) -> str:
     """Return the name of the message that a row finds, or gives as a reason."""
-    match = re.search(r"^(?:find|drop) ([a-z0-9.-]+)|else=[?!]([a-z0-9.-]+)", row.how)
-    return "" if match is None else match[1] or match[2]
+    other = row.words.get("else", "")
+    return row.argument if not row.sets else other[1:] if other[:1] in ("?", "!") else ""
 
 
 def test_every_message_has_a_position_that_finds_it() -> None:
@@ -165,7 +167,7 @@ def test_every_message_has_a_position_that_finds_it() -> None:
 def test_a_message_of_a_row_belongs_to_its_rule_and_a_reason_to_a_dropped_key() -> None:
     for row in table_rows():
         if name := message_of(row):
-            is_reason = row.how.startswith("drop ")
+            is_reason = row.converter == "drop"
             assert (messages()[name][0] == "dropped") == is_reason, name
             assert is_reason or name.partition(".")[0] == row.rule, name
 
@@ -311,18 +313,32 @@ def given_names() -> dict[str, set[str]]:
     return result
 
 
+def names_of(row: Row) -> set[str]:
+    """Return the facts, and values from the builder, that a row reads; not those of messages."""
+    keys = [text for each in row.when for text in (each.key, each.argument)]
+    names = set(BRACES.findall(" ".join((row.old, row.new, *keys))))
+    names |= {each.word for each in row.when if each.word.isidentifier()} - WORDS
+    # A key without a dot, in front of a word, is a fact or a configuration group.
+    names |= {each.key for each in row.when if each.key in FACTS}
+    return names | ({row.argument} if row.converter in ("fact", "words") else set()) - {""}
+
+
 def test_every_name_of_a_row_is_a_fact_or_comes_from_the_builder() -> None:
-    given, shown = given_names(), {"key", "value", "version", "new", "old", "settings"}
-    for step, rows in steps().items():
+    given, shown = given_names(), {"key", "value", "new", "old", "settings"}
+    for step, each_row in ((step, row) for step, rows in steps().items() for row in rows):
         known = set(FACTS) | given.get(step, set()) | {"version", "family"}
-        for row in rows:
-            names = set(BRACES.findall(" ".join((row.old, row.new, *row.when))))
-            names |= {row.how.removeprefix("fact ")} if row.how.startswith("fact ") else set()
-            names |= {
-                word
-                for word in (condition.removeprefix("not ") for condition in row.when)
-                if word.isidentifier() and word not in ("set", "has", "given", "on")
-            }
-            assert names - known == set(), row
-            if (name := message_of(row)) and row.how.startswith(("find ", "drop ")):
-                assert fields_of(messages()[name][1]) - shown - known == set(), name
+        assert names_of(each_row) - known == set(), each_row
+        if name := message_of(each_row):
+            of_message = shown if not each_row.sets else {"key", "word", "names"}
+            assert fields_of(messages()[name][1]) - of_message - known == set(), name
+
+
+def test_every_fact_is_used_by_a_row_or_a_message() -> None:
+    used = {name for row in table_rows() for name in names_of(row)}
+    used |= {name for row in table_rows() for name in fields_of(template_of(row))}
+    assert set(FACTS) - used == set()
+
+
+def template_of(row: Row) -> str:
+    name = message_of(row)
+    return messages()[name][1] if name else ""

@@ -1279,6 +1279,9 @@ def test_greedy_training_is_a_question_of_the_samplers_that_read_it() -> None:
     ):
         overrides = [f"actor_rollout_ref.rollout.{each}" for each in given]
         assert "greedy" in rules_found(translated(version, *overrides), "person")
+    both = [f"actor_rollout_ref.rollout.{each}" for each in ("name=hf", "do_sample=False")]
+    twice = translated("v0.6.1", *both, "actor_rollout_ref.rollout.temperature=0")
+    assert [each.rule for each in twice.findings].count("greedy") == 1
     unread = translated("v0.6.1", "actor_rollout_ref.rollout.do_sample=False")
     assert "greedy" not in rules_found(unread, "person")
     assert "hf" in unread.tokens[-1].reason

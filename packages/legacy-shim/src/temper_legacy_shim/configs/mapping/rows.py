@@ -1,19 +1,44 @@
 """Execute ``data/rows.tsv``, the table that maps old keys to new settings.
 
 Each row sets one new key, reports one finding, or explains why an old key is dropped. Rows belong
-to steps, which builders apply in their order: ``apply_rows(draft, "clip")``. Columns:
+to steps, which builders apply in their order: ``apply_rows(draft, "clip")``.
 
-``rule``: the row of rules.tsv that it belongs to, which reports show.
-``new``: the new key; ``-`` for a finding or a reason.
-``old``: the old key. ``A and B``: B is a further source. ``x.{a,b}``: each in turn. Empty: the
-    value depends on no key.
-``how``: the converter, see ``_convert``; or ``find NAME`` and ``drop NAME`` for a message of
-    messages.tsv.
-``when``: conditions separated by commas, see ``_holds``.
-``why``: the function of verl, or the reason, behind a row that is not obvious.
+Columns:
+    step: the step.
+    rule: the row of rules.tsv that it belongs to, which reports show.
+    new: the new key; ``-`` for a finding or a reason, unless its message shows ``{new}``.
+    old: the old key. ``A and B``: B is a further source. ``x.{a,b}``: each in turn. Empty: the
+        value depends on no key.
+    how: a converter, or ``find NAME`` and ``drop NAME`` for a message of messages.tsv.
+    when: conditions with commas between them; all have to hold.
+    why: the function of verl, or the reason, behind a row that is not obvious.
 
-A name in braces is a block that the builder passes or a fact (see ``fact``). Messages may show
-facts too, and ``{key}``, ``{value}`` (of the old key), ``{old[KEY]}`` and ``{settings[KEY]}``.
+Converters:
+    number, any: the value as it is, which keeps its spelling in a script.
+    integer, size: a whole number; size is 1 instead of none or 0. Both keep the spelling.
+    text, float, switch, natural (0 if negative), count (0 or 1), frequency (0 if unset or never):
+        a value of that type, which keeps its spelling after ``verbatim``.
+    value X, group X: a constant; the choice of a configuration group.
+    fact NAME: the result of a fact.
+    words a=b unset=u else=z: a word for a word; ``words NAME: a=b else=z`` for that of a fact.
+        ``else=?MESSAGE`` reports other words as ``{word}``, and the known ones as ``{names}``.
+        ``else=!MESSAGE`` ends the step as well.
+
+``or X`` after a converter is the value for a key without one. Without it such a row sets nothing.
+For number, any and switch it only counts in a release that has no such key.
+
+Conditions, which ``not`` negates:
+    since V, before V: the release is V or later, or an older one.
+    set, has, given: the user set the key; the tree has it; its value is a text other than null.
+    on, is A|B: the value is true, or one of these texts.
+    > N, <= N: it is above N, or up to N: its whole part, or the number if N has a point (0.0).
+    KEY before any of these words: compare that key and not the row's. For ``is`` it may also be a
+        new key, which comes before an old one of the same name, or a fact.
+    NAME: the fact is true.
+
+Facts are functions of the draft that ``@fact`` registers. Names in braces, in keys and conditions,
+are facts or values that the builder passes. Messages may show these, and ``{key}``, ``{value}`` (of
+the old key), ``{old[KEY]}`` and ``{settings[KEY]}``.
 """
 
 import re
@@ -24,12 +49,30 @@ from typing import TypeVar, cast
 
 from temper_legacy_shim.configs.mapping.builder import Draft, messages, read_table
 from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
+from temper_legacy_shim.configs.reading.trees import versions
 
 Result = TypeVar("Result")
 FACTS: dict[str, Callable[[Draft], object]] = {}
-_CONDITION = re.compile(
-    r"(?:(?P<key>\S+) )?(?P<word>since|before|set|has|given|on|is|>|<=)(?: (?P<argument>\S+))?"
+"""Functions of the draft, by the name that rows use."""
+_MAY_BE_NONE = ("integer", "text", "float", "switch")
+CONVERTERS = (
+    *("number", "any", "size", "natural", "count", "frequency", "value", "group", "fact", "words"),
+    *_MAY_BE_NONE,
 )
+_CONDITION = re.compile(
+    r"(?P<not>not )?(?:(?P<key>\S+) )?"
+    r"(?:(?P<plain>set|has|given|on)|(?P<word>since|before|is|>|<=) (?P<argument>\S+))"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    is_negated: bool
+    word: str
+    """One of the words, or the name of a fact."""
+    key: str = ""
+    """Key before the word; empty for that of the row."""
+    argument: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +80,20 @@ class Row:
     rule: str
     new: str
     old: str
-    how: str
-    when: tuple[str, ...]
+    converter: str
+    """A converter, find or drop."""
+    argument: str
+    """Text after it: the name of a message or fact, or ``or X``."""
+    default: Plain
+    """X of ``or X``, and of ``value X`` and ``group X``."""
+    words: Mapping[str, str]
+    is_verbatim: bool
+    when: tuple[Condition, ...]
 
     @property
     def sets(self) -> bool:
         """True if it sets its new key."""
-        return not self.how.startswith(("find ", "drop "))
+        return self.converter not in ("find", "drop")
 
 
 def fact(function: Callable[[Draft], Result]) -> Callable[[Draft], Result]:
@@ -55,11 +105,90 @@ def fact(function: Callable[[Draft], Result]) -> Callable[[Draft], Result]:
 @cache
 def steps() -> Mapping[str, list[Row]]:
     """Return the rows of each step, in their order."""
+    return parse_rows(read_table("rows.tsv"))
+
+
+def parse_rows(table: list[list[str]]) -> Mapping[str, list[Row]]:
+    """Return the rows of a table by step.
+
+    Raises:
+        ValueError: a row is faulty; the message has its line.
+    """
     result: dict[str, list[Row]] = {}
-    for step, rule, new, old, how, when, _ in read_table("rows.tsv"):
-        row = Row(rule=rule, new=new, old=old, how=how, when=tuple(filter(None, when.split(", "))))
-        result.setdefault(step, []).append(row)
+    for line, cells in enumerate(table, start=2):
+        try:
+            result.setdefault(cells[0], []).append(_parse_row(cells))
+        except ValueError as error:
+            raise ValueError(f"rows.tsv, line {line}: {error}") from error
     return result
+
+
+def _parse_row(cells: list[str]) -> Row:
+    if len(cells) != 7:
+        raise ValueError(
+            f"{len(cells)} columns, but 7 are expected: step, rule, new, old, how, when and why "
+            "with tabs between them."
+        )
+    _, rule, new, old, how, when, _ = cells
+    converter, _, rest = how.removeprefix("verbatim ").partition(" ")
+    argument = rest
+    default: Plain = None
+    words: dict[str, str] = {}
+    if converter in ("find", "drop"):
+        _check_message(rest, is_reason=converter == "drop")
+    elif converter == "words":
+        argument, _, pairs = rest.rpartition(": ")
+        words = _parse_words(pairs)
+    elif converter not in CONVERTERS:
+        raise ValueError(f"unknown converter {how!r}. Choose one of {', '.join(CONVERTERS)}.")
+    elif converter != "fact":
+        default = parse_value(rest.removeprefix("or "))[0]
+    return Row(
+        rule=rule,
+        new=new,
+        old=old,
+        converter=converter,
+        argument=argument,
+        default=default,
+        words=words,
+        # A script may only keep the spelling of the one key that is the value.
+        is_verbatim=(how.startswith("verbatim ") or converter in ("integer", "size"))
+        and " and " not in old,
+        when=tuple(_parse_condition(text) for text in filter(None, when.split(", "))),
+    )
+
+
+def _check_message(name: str, *, is_reason: bool) -> None:
+    if name not in messages():
+        raise ValueError(f"messages.tsv has no message {name!r}.")
+    if (messages()[name][0] == "dropped") != is_reason:
+        raise ValueError(f"{name} is of level {messages()[name][0]}: drop takes dropped alone.")
+
+
+def _parse_words(text: str) -> dict[str, str]:
+    pairs = [pair.partition("=") for pair in text.split()]
+    words = {old: new for old, _, new in pairs if new}
+    if "else" not in words or len(words) < len(pairs):
+        raise ValueError(f"words are pairs such as a=b, and else=z, but not {text!r}.")
+    if words["else"][0] in "?!":
+        _check_message(words["else"][1:], is_reason=False)
+    return words
+
+
+def _parse_condition(text: str) -> Condition:
+    if match := _CONDITION.fullmatch(text):
+        if match["word"] in ("since", "before") and match["argument"] not in versions():
+            raise ValueError(f"{match['argument']} in {text!r} is no release.")
+        return Condition(
+            is_negated=bool(match["not"]),
+            word=match["plain"] or match["word"],
+            key=match["key"] or "",
+            argument=match["argument"] or "",
+        )
+    name = text.removeprefix("not ")
+    if not name.isidentifier():
+        raise ValueError(f"{text!r} is no condition, and no name of a fact.")
+    return Condition(is_negated=name != text, word=name)
 
 
 def rows_of(rule: str) -> list[Row]:
@@ -75,6 +204,11 @@ class _Names(dict[str, object]):
         self.draft = draft
 
     def __missing__(self, name: str) -> object:
+        if name not in FACTS:
+            raise LookupError(
+                f"rows.tsv or messages.tsv use {name!r}, which is no fact and was not passed to "
+                f"apply_rows. Write a function {name}(draft) with @fact, or pass a value."
+            )
         return FACTS[name](self.draft)
 
     def fill(self, text: str) -> str:
@@ -105,7 +239,7 @@ def apply_rows(draft: Draft, step: str, **given: object) -> None:
     names = _Names(draft, given)
     for row in steps()[step]:
         for keys in _key_lists(names.fill(row.old)):
-            if all(_holds(draft, names.fill(each), keys[0], names) for each in row.when):
+            if all(_holds(draft, each, keys[0], names) for each in row.when):
                 is_last = _apply(draft, row, keys, names)
                 if is_last:
                     return
@@ -143,46 +277,34 @@ def alternatives(text: str) -> list[str]:
     ]
 
 
-def _holds(draft: Draft, condition: str, key: str, names: _Names) -> bool:
-    """Check a condition.
-
-    ``since V`` and ``before V`` are about the release. ``set`` (by the user), ``has`` (the tree),
-    ``given`` (a text), ``on``, ``> N``, ``<= N`` and ``is A|B`` are about the old key of the row,
-    or about the one before the word. ``is`` may also compare a fact or a new key. Any other word is
-    a fact. ``not`` before any of them negates it.
-    """
-    text, match = _parse_condition(condition)
-    is_true = bool(names[text]) if match is None else _is_true(draft, match, key, names)
-    return is_true != condition.startswith("not ")
-
-
-@lru_cache(maxsize=4096)
-def _parse_condition(condition: str) -> tuple[str, re.Match[str] | None]:
-    text = condition.removeprefix("not ")
-    return text, _CONDITION.fullmatch(text)
-
-
-def _is_true(draft: Draft, match: re.Match[str], key: str, names: _Names) -> bool:
-    compared, argument = match["key"] or key, match["argument"]
-    match match["word"]:
+def _holds(draft: Draft, condition: Condition, key: str, names: _Names) -> bool:
+    """Check a condition on the old key of a row, or on the one that it names."""
+    compared = names.fill(condition.key) or key
+    argument = names.fill(condition.argument)
+    match condition.word:
         case "since":
-            return draft.since(argument)
+            result = draft.since(argument)
         case "before":
-            return not draft.since(argument)
+            result = not draft.since(argument)
         case "set":
-            return draft.old.is_set(compared)
+            result = draft.old.is_set(compared)
         case "has":
-            return draft.old.has(compared)
+            result = draft.old.has(compared)
         case "given":
             # Shells pass null as text.
-            return draft.text(compared).lower() not in ("", "null", "none")
+            result = draft.text(compared).lower() not in ("", "null", "none")
         case "on":
-            return draft.switch(compared)
+            result = draft.switch(compared)
         case "is":
-            return _text_of(draft, compared, names) in argument.split("|")
-    number = draft.number(compared)
-    is_above = number is not None and number > float(argument)
-    return is_above if match["word"] == ">" else number is not None and not is_above
+            result = _text_of(draft, compared, names) in argument.split("|")
+        case ">" | "<=":
+            read = draft.number if "." in argument else draft.integer
+            number = read(compared)
+            is_above = number is not None and number > float(argument)
+            result = is_above if condition.word == ">" else number is not None and not is_above
+        case name:
+            result = bool(names[name])
+    return result != condition.is_negated
 
 
 def _text_of(draft: Draft, compared: str, names: _Names) -> str:
@@ -194,76 +316,64 @@ def _text_of(draft: Draft, compared: str, names: _Names) -> str:
 
 
 def _apply(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool:
-    """Do what a row says; return True if it ends the step."""
-    verb, _, name = row.how.partition(" ")
-    if verb in ("find", "drop"):
-        level, template = messages()[name]
-        shown = {
-            "key": keys[0],
-            "value": draft.old.get(keys[0]),
-            "new": names.fill(row.new),
-            "old": _Lookup(draft.text),
-            "settings": _Lookup(draft.value),
-        }
-        text = template.format_map(_Names(draft, {**names, **shown}))
-        if verb == "find":
-            assert level != "dropped"
-            draft.report(level, name.partition(".")[0], text, *filter(None, keys))
-        else:
-            draft.explain_drop(keys[0], text)
+    """Do what a row says; return True if an unknown word ends the step."""
+    if not row.sets:
+        _tell(draft, row, keys, names)
         return False
-    return _convert(draft, row, keys, names)
-
-
-def _convert(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool:
-    """Set the new key of a row; return True if an unknown word ends the step.
-
-    ``number``, ``any``, ``integer`` and ``size`` (1 if unset) keep the spelling of the value;
-    ``text``, ``float``, ``natural`` (0 if negative), ``frequency``, ``switch`` and ``count`` (0 or
-    1) do so after ``verbatim``. ``or X`` after them is the value of a release without the key, or
-    of a key without a value. ``value X`` is a constant, ``group X`` one of a configuration group,
-    ``fact NAME`` that of a fact. ``words a=b unset=u else=z`` translates words, and ``words NAME:
-    a=b`` those of a fact. ``else=?MESSAGE`` reports other words, and ``else=!MESSAGE`` ends the
-    step as well.
-    """
     old, new = keys[0], names.fill(row.new)
-    how = row.how.removeprefix("verbatim ")
-    kind, _, rest = how.partition(" ")
-    default = parse_value(rest.removeprefix("or "))[0]
-    if kind in ("number", "any"):
-        draft.copy(new, old, rule=row.rule, expected="number" if kind == "number" else "any")
-        if rest and not draft.old.has(old):
-            draft.put(new, default, rule=row.rule)
+    if row.converter in ("number", "any"):
+        expected = "number" if row.converter == "number" else "any"
+        draft.copy(new, old, rule=row.rule, expected=expected)
+        if row.argument and not draft.old.has(old):
+            draft.put(new, row.default, rule=row.rule)
         return False
-    value: Plain
-    if kind == "words":
-        value, is_last = _translate_word(draft, rest, old, names)
-        if value is None:
-            return is_last
-    elif kind == "size":
-        value = draft.integer(old) or default or 1
-    elif kind in ("value", "group", "fact"):
-        value = cast("Plain", names[rest]) if kind == "fact" else default
-    else:
-        value = _value_of(draft, old, kind)
-        if value is None:
-            if not rest:
-                return False
-            value = default
-    draft.put(
-        new,
-        value,
-        rule=row.rule,
-        old=keys if old else [],
-        verbatim=how != row.how or kind in ("integer", "size"),
-        group=kind == "group",
-    )
+    value = _value_of(draft, row, old, names)
+    if row.converter == "words" and str(value)[0] in "?!":
+        word = str(names[row.argument]) if row.argument else draft.text(old)
+        known = ", ".join(each for each in row.words if each not in ("unset", "else"))
+        draft.find(str(value)[1:], old, word=word, names=known)
+        return str(value)[0] == "!"
+    if value is not None or row.converter not in _MAY_BE_NONE or row.argument:
+        draft.put(
+            new,
+            row.default if value is None else value,
+            rule=row.rule,
+            old=keys if old else [],
+            verbatim=row.is_verbatim,
+            group=row.converter == "group",
+        )
     return False
 
 
-def _value_of(draft: Draft, old: str, kind: str) -> Plain:
+def _tell(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> None:
+    """Report the finding of a row, or explain why its key is dropped."""
+    level, template = messages()[row.argument]
+    shown: dict[str, object] = {
+        "key": keys[0],
+        "new": names.fill(row.new),
+        "old": _Lookup(draft.text),
+        "settings": _Lookup(draft.value),
+    }
+    if "{value" in template:  # a reason may be about a block, whose value takes long to compose
+        shown["value"] = draft.old.get(keys[0])
+    text = template.format_map(_Names(draft, {**names, **shown}))
+    if level == "dropped":
+        draft.explain_drop(keys[0], text)
+    else:
+        draft.report(level, row.argument.partition(".")[0], text, *filter(None, keys))
+
+
+def _value_of(draft: Draft, row: Row, old: str, names: _Names) -> Plain:
     """Return the value of a converter for one key; None if the key has none."""
-    match kind:
+    match row.converter:
+        case "value" | "group":
+            return row.default
+        case "fact":
+            return cast("Plain", names[row.argument])
+        case "words":
+            word = str(names[row.argument]) if row.argument else draft.text(old)
+            # An empty text counts as unset: verl took the default for both.
+            return row.words.get(word or "unset", row.words["else"])
         case "text":
             return draft.text(old) or None
         case "switch":
@@ -275,23 +385,10 @@ def _value_of(draft: Draft, old: str, kind: str) -> Plain:
         case "float":
             number = draft.number(old)
             return None if number is None else float(number)
-    number = draft.integer(old)
-    match kind:
+    whole = draft.integer(old)
+    match row.converter:
+        case "size":
+            return whole or cast("int | None", row.default) or 1
         case "natural":
-            return max(0, number or 0)
-    assert kind == "integer"
-    return number
-
-
-def _translate_word(draft: Draft, text: str, old: str, names: _Names) -> tuple[Plain, bool]:
-    """Return the new word, or None and True if the step ends."""
-    name, is_fact, pairs = text.rpartition(": ")
-    words = dict(pair.split("=") for pair in pairs.split())
-    word = str(names[name]) if is_fact else draft.text(old)
-    # An empty text counts as unset: verl took the default for both.
-    result = words.get(word or "unset", words["else"])
-    if result[0] not in "?!":
-        return result, False
-    known = ", ".join(each for each in words if each not in ("unset", "else"))
-    draft.find(result[1:], old, old=word, names=known)
-    return None, result[0] == "!"
+            return max(0, whole or 0)
+    return whole

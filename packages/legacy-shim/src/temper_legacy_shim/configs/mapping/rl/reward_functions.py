@@ -72,6 +72,7 @@ def reads_messages(draft: Draft) -> bool:
 
 @fact
 def reward_messages_key(draft: Draft) -> str | None:
+    """Return the column of the conversation for a reward model with a chat template."""
     return (draft.text("data.prompt_key") or "prompt") if reads_messages(draft) else None
 
 
@@ -111,6 +112,7 @@ def overlong_obstacle(draft: Draft) -> str:
 
 @fact
 def is_penalized(draft: Draft) -> bool:
+    """Check if long completions lost reward."""
     block = overlong_block(draft)
     tokens = draft.integer(f"{block}.len") if block and not overlong_obstacle(draft) else None
     return tokens is not None and tokens > 0

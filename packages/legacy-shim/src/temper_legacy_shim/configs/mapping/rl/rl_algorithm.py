@@ -52,6 +52,7 @@ def loss_mode_key(draft: Draft) -> str:
 
 @fact
 def loss_block(draft: Draft) -> str:
+    """Return the block whose loss_mode counts; the numbers of the loss stand next to it."""
     return loss_mode_key(draft).rpartition(".")[0]
 
 
@@ -73,6 +74,7 @@ def _clip_key(draft: Draft, side: str) -> str:
 
 @fact
 def reads_clip_ratio(draft: Draft) -> bool:
+    """Check if the old trainer took clip_ratio for a side, because that side's own key was null."""
     return f"{ACTOR}.clip_ratio" in (clip_low_key(draft), clip_high_key(draft))
 
 
@@ -129,6 +131,7 @@ def divisor_key(draft: Draft) -> str:
 
 @fact
 def has_adapter(draft: Draft) -> bool:
+    """Check if the new actor trains an adapter, so that it is its own reference without it."""
     return any(f"actor.engine.lora.{name}" in draft.settings for name in ("rank", "path"))
 
 
@@ -151,6 +154,7 @@ def kl_target_key(draft: Draft) -> str:
 
 @fact
 def kl_target(draft: Draft) -> float:
+    """Return the target of the adaptive controller, for the mean KL of a token."""
     return draft.number(f"{kl_ctrl(draft)}.target_kl") or 0.1
 
 

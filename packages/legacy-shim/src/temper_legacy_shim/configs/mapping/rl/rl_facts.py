@@ -137,12 +137,9 @@ def filters_groups(draft: Draft) -> bool:
 @fact
 def is_second_trainer(draft: Draft) -> bool:
     """Check if main_ppo ran the trainer that is the default since v0.9.0."""
-    is_main = draft.old.entry.rpartition(".")[2] in (
-        "",
-        "ppo",
-        "main_ppo",
-    ) and not has_sampler_gpus(draft)
-    return is_main and not is_dapo(draft) and draft.switch(_SECOND_TRAINER)
+    is_main = draft.old.entry.rpartition(".")[2] in ("", "ppo", "main_ppo")
+    has_choice = is_main and not has_sampler_gpus(draft) and not is_dapo(draft)
+    return has_choice and draft.switch(_SECOND_TRAINER)
 
 
 def takes_sampler_logprobs(draft: Draft) -> bool:
@@ -274,4 +271,5 @@ def evaluates(draft: Draft) -> bool:
 
 @fact
 def has_eval_data(draft: Draft) -> bool:
+    """Check if the new configuration has held-out prompts or demonstrations."""
     return "data.eval.paths" in draft.settings

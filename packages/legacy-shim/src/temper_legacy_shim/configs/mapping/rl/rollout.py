@@ -39,6 +39,12 @@ def limits_prompts(draft: Draft) -> bool:
 
 
 @fact
+def is_greedy_by_switch(draft: Draft) -> bool:
+    """Check if a sampler that reads do_sample was told not to sample."""
+    return draft.text(f"{BLOCK}.name") == "hf" and draft.old.get(f"{BLOCK}.do_sample") is False
+
+
+@fact
 def passes_parameters_on(draft: Draft) -> bool:
     """Check if the sampler took any attribute of SamplingParams that it found in its block."""
     return not (uses_servers(draft) and draft.since("v0.5.0"))
@@ -63,6 +69,7 @@ def is_sglang(draft: Draft) -> bool:
 
 @fact
 def top_k(draft: Draft) -> int:
+    """Return the top_k that had an effect; 0 for all tokens, where -1 was the old word."""
     return (draft.integer(f"{BLOCK}.top_k") or 0) if reads_top_k(draft) else 0
 
 
@@ -258,5 +265,6 @@ def build_teachers(draft: Draft) -> None:
 
 @fact
 def distillation_loss(draft: Draft) -> str:
+    """Return the loss; forward_kl_topk is forward_kl here, with top_k."""
     mode = draft.text("distillation.distillation_loss.loss_mode") or "k3"
     return "forward_kl" if mode.startswith("forward_kl") else mode

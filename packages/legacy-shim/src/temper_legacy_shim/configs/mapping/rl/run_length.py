@@ -84,6 +84,7 @@ def resumes_from_path(draft: Draft) -> bool:
 
 @fact
 def has_own_folder(draft: Draft) -> bool:
+    """Check if the user named the folder, which is made of project and experiment otherwise."""
     return "trainer.default_local_dir" in draft.old.origin
 
 
@@ -99,6 +100,7 @@ def _loggers(draft: Draft) -> list[str]:
 
 @fact
 def trackers(draft: Draft) -> list[Plain]:
+    """Return the loggers that the new trainer has."""
     # The file of metrics replaces the console: reports and comparisons read it.
     return ["jsonl", *(word for word in _loggers(draft) if word in _TRACKERS)]
 
@@ -111,5 +113,6 @@ def other_trackers(draft: Draft) -> str:
 
 @fact
 def has_workers(draft: Draft) -> bool:
+    """Check if the new actor has several processes."""
     workers = draft.settings.get("actor.num_workers")
     return workers is not None and isinstance(workers.value, int) and workers.value > 1

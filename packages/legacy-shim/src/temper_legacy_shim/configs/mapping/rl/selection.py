@@ -34,6 +34,7 @@ def program(draft: Draft) -> str:
 
 @fact
 def reweights(draft: Draft) -> bool:
+    """Check if completions were drawn again by their rewards, which the estimator gae alone did."""
     return draft.switch("algorithm.use_pf_ppo") and estimator(draft) == "gae"
 
 

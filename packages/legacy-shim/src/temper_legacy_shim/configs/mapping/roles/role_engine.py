@@ -82,7 +82,7 @@ def _precision(draft: Draft, role: OldRole) -> None:
     # parameters, unless a key said otherwise.
     compute = words.get(draft.text(key) or "bf16")
     if compute is None:
-        draft.find("compute-dtype", key, old=draft.text(key))
+        draft.find("compute-dtype", key, word=draft.text(key))
         return
     draft.put(f"{role.engine}.precision.compute", compute, rule="compute-dtype", old=old)
     if role.is_trained and not is_megatron(draft):
