@@ -157,7 +157,7 @@ def test_target_of_the_adaptive_controller_is_a_question(
     assert "kl-controller" not in rules_found(fixed, "person")
 
 
-def test_horizon_that_its_controller_asked_for_does_not_take_the_text_of_the_type() -> None:
+def test_default_horizon_of_a_controller_does_not_take_the_text_of_its_type() -> None:
     adaptive = ("algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive")
     key = "algorithm.kl_controller.horizon_completions"
     (setting,) = [each for each in translated("v0.7.0", *adaptive).settings if each.key == key]

@@ -318,12 +318,12 @@ def _text_of(draft: Draft, compared: str, names: _Names) -> str:
 def _apply(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool:
     """Do what a row says; return True if an unknown word ends the step."""
     if not row.sets:
-        _tell(draft, row, keys, names)
+        _report(draft, row, keys, names)
         return False
     old, new = keys[0], names.fill(row.new)
     if row.converter in ("number", "any"):
-        expected = "number" if row.converter == "number" else "any"
-        draft.copy(new, old, rule=row.rule, expected=expected)
+        is_number = row.converter == "number"
+        draft.copy(new, old, rule=row.rule, expected="number" if is_number else "any")
         if row.argument and not draft.old.has(old):
             draft.put(new, row.default, rule=row.rule)
         return False
@@ -345,7 +345,7 @@ def _apply(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool
     return False
 
 
-def _tell(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> None:
+def _report(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> None:
     """Report the finding of a row, or explain why its key is dropped."""
     level, template = messages()[row.argument]
     shown: dict[str, object] = {
@@ -385,10 +385,10 @@ def _value_of(draft: Draft, row: Row, old: str, names: _Names) -> Plain:
         case "float":
             number = draft.number(old)
             return None if number is None else float(number)
-    whole = draft.integer(old)
+    integer = draft.integer(old)
     match row.converter:
         case "size":
-            return whole or cast("int | None", row.default) or 1
+            return integer or cast("int | None", row.default) or 1
         case "natural":
-            return max(0, whole or 0)
-    return whole
+            return max(0, integer or 0)
+    return integer
