@@ -73,6 +73,7 @@ def score_with_model(
 def _conversation(
     prompt: ScoredPrompt, text: str, *, key: str | None, tokenizer: PreTrainedTokenizerBase
 ) -> str:
+    """Return the text to score: the prompt and its completion, or both in the chat template."""
     if key is None:
         return prompt.text + text
     messages = prompt.extra.get(key)
@@ -94,6 +95,10 @@ def _conversation(
 
 @cache
 def _loaded(path: str, dtype: str, device: str | None) -> _Loaded:
+    """Load a model and its tokenizer once in a process, without code from the checkpoint.
+
+    A missing bias stays as it was made. A missing score head would give random scores.
+    """
     if dtype not in _DTYPES:
         raise UsageError(
             f"reward.arguments.dtype is {dtype!r}, but must be one of {', '.join(_DTYPES)}."

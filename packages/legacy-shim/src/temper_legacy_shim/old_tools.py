@@ -295,6 +295,7 @@ def load_tools(path: str) -> Mapping[str, _Tool]:
 
 
 def _made(entry: object, *, path: str) -> _Tool:
+    """Build one tool of a tool_config_path, which imports and calls the user's class."""
     name = entry.get("class_name") if isinstance(entry, dict) else None
     if not isinstance(entry, dict) or not isinstance(name, str):
         raise ConfigError(

@@ -219,6 +219,11 @@ def _run_if(shell: Shell, command: If) -> None:
 
 
 def _run_case(shell: Shell, command: Case) -> None:
+    """Run the branch that matches.
+
+    If the word is unknown, the reading decides, and takes the branch ``*`` by default. A word of
+    unset variables is empty, but it can be decided otherwise.
+    """
     case_word = expansion.expand_text(shell, command.case_word)
     chosen: int | None = None
     if case_word.is_known or case_word.is_unset:

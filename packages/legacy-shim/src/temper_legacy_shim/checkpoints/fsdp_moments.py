@@ -215,6 +215,11 @@ def _from_numbers(
     weights: Mapping[str, LazyTensor],
     parameters: Sequence[str],
 ) -> dict[str, OldMoments]:
+    """Return the moments by parameter name.
+
+    The optimizer numbers parameters in the order in which the model lists them. Counts and shapes
+    are compared, since no file says which name a number belongs to.
+    """
     first = ranks[min(ranks)]
     if first.num_parameters != len(parameters) or max(first.states) >= len(parameters):
         raise LayoutError(

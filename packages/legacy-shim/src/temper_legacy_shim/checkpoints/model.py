@@ -183,6 +183,7 @@ def _with_full(
 
 
 def _config(role: Role, sources: Sources) -> tuple[Mapping[str, object] | None, Path | None]:
+    """Return the model's config and its folder: the given one, the role's, or the base model's."""
     if sources.hf_config is not None:
         path = (
             sources.hf_config / "config.json" if sources.hf_config.is_dir() else sources.hf_config
@@ -294,6 +295,10 @@ def _exported_adapter(role: Role) -> Adapter | None:
 def _megatron(
     role: Role, sources: Sources, *, config: Mapping[str, object] | None, folder: Path | None
 ) -> tuple[dict[str, LazyTensor], Adapter | None]:
+    """Return the weights and the adapter of a Megatron checkpoint.
+
+    A save without weights of its own may have exported them to huggingface/, next to dist_ckpt.
+    """
     from temper_legacy_shim.checkpoints.megatron import weights as megatron_model
 
     if config is None and role.kind == Kind.MEGATRON_ADAPTER:

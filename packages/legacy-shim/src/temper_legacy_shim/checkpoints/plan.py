@@ -108,6 +108,7 @@ def plan_conversion(model: OldModel, options: Options) -> Plan:
 
 
 def _plan_hf(model: OldModel, options: Options) -> Plan:
+    """Plan a model directory of transformers, with an adapter in the weights or next to them."""
     if options.keeps_adapter and model.adapter is None:
         raise UsageError("--adapter keep has no effect: this checkpoint has no adapter.")
     notes = list(model.notes)
@@ -160,6 +161,7 @@ def _to_file_name(name: str, model: OldModel) -> str:
 
 
 def _plan_peft(model: OldModel, options: Options) -> Plan:
+    """Plan an adapter directory of PEFT, which has no weights of the base model."""
     if model.adapter is None:
         raise UsageError(
             f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf."

@@ -209,6 +209,7 @@ def is_distributed(ranks: Mapping[int, RankState]) -> bool:
 
 
 def _read(path: Path, *, rank: int) -> RankState:
+    """Read the optimizer file of one rank, which numbers the parameters and does not name them."""
     archive = Archive(path)
     value = archive.value()
     if (

@@ -105,6 +105,7 @@ def _translate_all(
     cluster: object,
     numerics: str,
 ) -> list[tuple[str, "Translation"]]:
+    """Translate each file that is given with the overrides, or the overrides alone."""
     from temper_legacy_shim.configs.reading.config_files import old_files, translate_file
     from temper_legacy_shim.configs.reading.entry_points import is_program
     from temper_legacy_shim.configs.translate import translate

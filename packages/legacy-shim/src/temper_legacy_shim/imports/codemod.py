@@ -299,6 +299,7 @@ class _Changer:
         return [*statements, *(_from_import(target, names) for target, names in moved.items())]
 
     def _kept_of_from(self, node: ast.ImportFrom, moved: _Moved) -> list[ast.alias]:
+        """Return the names of a ``from`` import that stay; names with a successor go to `moved`."""
         module = node.module or ""
         if node.level or module.partition(".")[0] != PACKAGE:
             return node.names

@@ -150,6 +150,7 @@ class _Collector:
                 self.fixed.add(name)
 
     def _definition(self, node: ast.AST, scope: _Scope) -> None:
+        """Enter a function or class; its decorators, bases and defaults belong outside it."""
         outside: list[ast.AST] = []  # is evaluated around the definition
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             self._fix(node.name, scope)

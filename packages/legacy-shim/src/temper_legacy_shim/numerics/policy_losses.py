@@ -365,6 +365,15 @@ def importance_weights(
 def _weight_numbers(
     weights: Tensor, *, level: Tensor, mask: Tensor, threshold: float, is_token: bool
 ) -> Numbers:
+    """Return the metrics of importance weights before truncation, under verl's names.
+
+    Args:
+        weights: [B, W] weights, 0 where the mask is.
+        level: log of the ratio: [B, W] of tokens, or [B, 1] of sequences.
+        mask: [B, W] trained tokens.
+        threshold: bound of the truncation; fractions also count weights below 1 / threshold.
+        is_token: the weights are those of tokens.
+    """
     low = 1.0 / threshold
     numbers = {"rollout_is_mean": float(masked_mean(weights, mask))}
     if is_token:

@@ -170,6 +170,7 @@ def _assignments(program: Program, *, is_top: bool) -> Iterator[_Match]:
 
 
 def _find_command_names(command: Command, *, is_top: bool) -> Iterator[_Match]:
+    """Yield the assignments of arrays in a command, and in its branches and bodies."""
     if isinstance(command, Simple):
         single = (
             command.assignments[0]

@@ -98,6 +98,11 @@ def find_launches(events: list[Event], *, is_written: bool = False) -> list[Laun
 
 
 def _launch(event: Event) -> Launch | None:
+    """Return the old trainer that a command starts, or None.
+
+    Hydra's own options describe the launch, and words with a key or a known text are overrides.
+    Other words stay open: the shell may expand them to any override.
+    """
     command = started(event.fields)
     position = _entry(command)
     if position is None:
@@ -233,6 +238,10 @@ def takes_arguments_from_stdin(launch: Launch) -> bool:
 
 
 def _launcher_entry(command: list[Field], at: int) -> tuple[str, int, dict[str, Text]] | None:
+    """Return the program of a launcher such as torchrun, the index after it, and the options.
+
+    The options may have the number of processes.
+    """
     processes: dict[str, Text] = {}
     while at < len(command):
         text = command[at].text

@@ -225,6 +225,11 @@ def parse_make_call(words: Sequence[str]) -> MakeCall | None:
 
 
 def read_makefile(path: Path) -> Makefile:
+    """Read the rules and variables of a makefile and of the files that it includes.
+
+    Rules of the same target are joined, and a static pattern rule becomes one rule for each target
+    that matches. Commands are not expanded, because make expands them when it runs them.
+    """
     lines: dict[str, int] = {}
     needed: dict[str, list[str]] = {}
     commands: dict[str, list[str]] = {}

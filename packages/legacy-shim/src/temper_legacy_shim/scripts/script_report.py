@@ -77,6 +77,7 @@ def persons(migration: Migration) -> list[str]:
 
 
 def remarks(migration: Migration) -> list[str]:
+    """Return what differs, is passed on, was not read or decided, without the questions."""
     out = []
     for each in migration.launches:
         given = [

@@ -178,6 +178,7 @@ class PPOActor(OnEngine):
     def _train(
         self, micro: MicroBatch, *, metrics: dict[str, object], sums: dict[str, float]
     ) -> None:
+        """Add the gradient of a micro-batch; an empty one only takes part in collectives."""
         reported: dict[str, float] = {}
 
         def loss_of(

@@ -89,6 +89,7 @@ def _formatted(pattern: Text, arguments: list[Text]) -> Text:
 
 
 def _conversion(match: re.Match[str], argument: Text | None) -> Text:
+    """Format one argument of ``printf``; a text that is no number counts as 0."""
     kind = match[5]
     if argument is None:
         argument = literal("" if kind in "sbqc" else "0")

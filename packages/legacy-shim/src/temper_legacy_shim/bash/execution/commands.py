@@ -460,6 +460,7 @@ def assignment_text(shell: Shell, assignment: Assignment) -> Text:
 
 
 def _assign_array(shell: Shell, assignment: Assignment) -> None:
+    """Assign ``name=(a b [key]=c)``; elements with a key are set after the others."""
     assert isinstance(assignment.value, tuple)
     before = shell.find(assignment.name)
     is_associative = before is not None and before.is_associative

@@ -76,6 +76,7 @@ def _seq(arguments: list[str], _: str | None) -> str | None:
 
 
 def _tr(arguments: list[str], stdin: str | None) -> str | None:
+    """Run ``tr`` for sets of characters; None if the output cannot be known."""
     if stdin is None or not arguments:
         return None
     deletes = arguments[0] == "-d"
@@ -120,6 +121,7 @@ def _tr_set(text: str) -> str | None:
 
 
 def _cut(arguments: list[str], stdin: str | None) -> str | None:
+    """Run ``cut`` for one field or the fields from one on; None if the output cannot be known."""
     joined = " ".join(arguments)
     match = re.fullmatch(r"-d ?(\S| ?\s)?(?: -f ?| -f)(\d+)(-)?", joined) or re.fullmatch(
         r"-f ?(\d+)(-)? -d ?(.)", joined

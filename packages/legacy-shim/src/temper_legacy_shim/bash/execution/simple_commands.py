@@ -57,6 +57,7 @@ class SimpleCommands(Words):
         return Simple(tuple(assignments), tuple(words), tuple(redirects), Span(start, end))
 
     def _assignment(self) -> Assignment | None:
+        """Parse ``name=value``, ``name[index]=value`` or ``name=(...)``, also with ``+=``."""
         start = self.at
         match = _ASSIGNMENT.match(self.text, self.at)
         if match is None:
@@ -131,6 +132,7 @@ class SimpleCommands(Words):
         return Redirect(match[1], target, Span(start, self.at))
 
     def _heredoc(self, operator: str, start: int) -> Redirect:
+        """Parse a here-document; its body follows the line, after the bodies of earlier ones."""
         delimiter = self.word()
         end_of_line = self.at
         while (end_of_line := self.text.find("\n", end_of_line)) >= 0 and self.text[

@@ -133,6 +133,7 @@ class Parser(SimpleCommands):
         )
 
     def _one_command(self) -> Command:
+        """Parse one command; ``((`` that is no calculation opens a subshell inside a subshell."""
         start, word = self.at, self.reserved()
         if self.peek(2) == "((":
             self.at += 2
@@ -254,6 +255,7 @@ class Parser(SimpleCommands):
             branches.append(self._case_branch())
 
     def _case_branch(self) -> tuple[tuple[Word, ...], Program, str]:
+        """Parse ``pattern | pattern) commands ;;`` and return its three parts."""
         if self.peek() == "(":
             self.at += 1
         patterns = []
@@ -334,6 +336,10 @@ class Parser(SimpleCommands):
             )
 
     def _test_word(self, *, is_pattern: bool) -> str | Word:
+        """Parse a word of ``[[ ]]``, and return an operator as text.
+
+        Parentheses and what stands between them belong to a pattern, such as ``=~ (a|b)``.
+        """
         depth = 0
 
         def is_end(char: str) -> bool:

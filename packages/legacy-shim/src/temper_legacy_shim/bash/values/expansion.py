@@ -113,6 +113,7 @@ def _part(shell: Shell, part: Part, *, in_quotes: bool) -> list[Fragment]:
 
 
 def _parameter(shell: Shell, part: Parameter, *, in_quotes: bool) -> list[Fragment]:
+    """Expand a parameter; the elements of an array are fields of their own, except in ``"$*"``."""
     listed = parameters.elements(shell, part)
     if listed is not None:
         is_star = part.name == "*" or (part.index is not None and part.index.literal() == "*")

@@ -223,6 +223,10 @@ def _indirect(shell: Shell, part: Parameter) -> Parameter:
 def _with_default(
     shell: Shell, part: Parameter, text: Text | None, *, in_quotes: bool
 ) -> Text | list[Fragment]:
+    """Expand ``${x-word}``, ``=``, ``+`` and ``?``; with a colon, an empty x counts as unset.
+
+    Bash ends at ``?`` if x is unset. The reading then stops, too, unless it passes guards.
+    """
     if text is None and not shell.is_assigned(part.name) and part.name not in ("@", "*"):
         shell.free_text(part.name, part.source, has_default=part.operator not in ("?", ":?"))
     is_present = text is not None and (
@@ -356,6 +360,7 @@ def _trimmed(pieces: list[tuple[str, bool]], text: str, operator: str) -> str:
 
 
 def _replaced(shell: Shell, part: Parameter, known: str) -> Text:
+    """Replace a pattern: ``/`` once, ``//`` everywhere, ``/#`` at the start, ``/%`` at the end."""
     pieces = _pattern(shell, part)
     replacement = (
         shell.interpreter.expand_text(shell, part.operands[1]) if len(part.operands) > 1 else Text()

@@ -55,6 +55,7 @@ def matches(pattern: re.Pattern[str], text: str) -> bool:
 
 
 def _unquoted(text: str, *, is_greedy: bool) -> str:
+    """Translate the unquoted part of a glob, with extended globs such as ``@(a|b)``."""
     out, at, closers = [], 0, []
     while at < len(text):
         char = text[at]

@@ -30,6 +30,8 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Text:
+    """Text in pieces, some of which only the run knows: a variable that the user exports, say."""
+
     pieces: tuple[Piece, ...] = ()
 
     def __add__(self, other: "Text") -> "Text":

@@ -104,6 +104,10 @@ class DistCheckpoint:
         ]
 
     def _tensor(self, name: str, described: Mapping[object, object]) -> LazyTensor:
+        """Return one tensor by its chunks, each of which has a file and a position in it.
+
+        Sizes are compared with the bytes that the description promises, because it is not trusted.
+        """
         shape, dtype = sizes_of(described["size"]), properties_dtype(described["properties"])
         chunks = described["chunks"]
         if dtype is None or not isinstance(chunks, list):

@@ -127,6 +127,10 @@ def num_compared_rows(tensor: LazyTensor) -> int:
 
 
 def _from_mesh(key: str, entries: Mapping[int, Distributed], *, where: str) -> LazyTensor:
+    """Return a tensor from the shards of all ranks of a mesh.
+
+    Ranks with the same part are replicas, and have to agree.
+    """
     first = next(iter(entries.values()))
     for rank, entry in entries.items():
         if (entry.shape, entry.placements, entry.local.dtype) != (

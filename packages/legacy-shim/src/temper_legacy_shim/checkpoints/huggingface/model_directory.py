@@ -47,6 +47,10 @@ def read_weights(folder: Path) -> dict[str, LazyTensor]:
 
 
 def _read_indexed(folder: Path, index: str) -> dict[str, LazyTensor]:
+    """Return the tensors of the files that an index names.
+
+    The index is not trusted: each of its names has to be a file of this folder.
+    """
     positions = read_object(folder / index).get("weight_map")
     if not isinstance(positions, dict) or not all(
         isinstance(name, str) for name in positions.values()

@@ -118,6 +118,7 @@ class NamesCheck:
         return self._outcome
 
     def _compared(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return sentences that were verified, and notes why nothing could be compared."""
         try:
             failed = self._process.wait(timeout=_TIME_LIMIT_S) != 0
         except subprocess.TimeoutExpired:

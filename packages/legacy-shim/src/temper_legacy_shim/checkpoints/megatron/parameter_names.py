@@ -238,6 +238,11 @@ def _unstacked_experts(name: str, tensor: LazyTensor) -> Iterator[tuple[str, Laz
 def _convert(
     name: str, tensor: LazyTensor, geometry: Geometry, *, where: Path, is_value_model: bool
 ) -> Iterator[tuple[str, LazyTensor]]:
+    """Yield a parameter under its name in Hugging Face, or the parts that it divides into.
+
+    One matrix has query, key and value, and another has gate and up. The output layer of a value
+    model has a single row.
+    """
     layer = _LAYER.fullmatch(name)
     if layer is None:
         if name == "output_layer.weight" and (is_value_model or tensor.shape[0] == 1):
@@ -401,6 +406,7 @@ def sort_by_order(names: Iterable[str], order: Order) -> list[str]:
 
 
 def _position(name: str, order: Order) -> tuple[int, ...]:
+    """Return a sort key: the input norm, attention, the norm of the MLP, then the MLP."""
     if name in _NORM:
         return (1, _ATTENTION.index("linear_qkv"), -1) if order.norm_is_inside else (0,)
     if name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"):

@@ -242,6 +242,7 @@ def _check_layers(
 def _parts(
     position: _Position, up: LazyTensor, geometry: Geometry, *, where: Path
 ) -> dict[str, LazyTensor]:
+    """Return the up projection of an adapter for each module of Hugging Face that it covers."""
     if position.part is not None:
         if position.part not in _PARTS:
             raise LayoutError(

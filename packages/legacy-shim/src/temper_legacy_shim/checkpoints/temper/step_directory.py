@@ -315,6 +315,7 @@ def _read_back(directory: Path, tensors: Mapping[str, LazyTensor]) -> str:
 def _receipt(
     job: Job, plan: StepPlan, options: dict[str, object], files: list[WrittenFile]
 ) -> Receipt:
+    """Return the record of a conversion; its notes are what the new configuration has to repeat."""
     state = plan.state
     model_type = "language_model" if state.model.head == "language_model" else "value_model"
     around = "converted or the base model" if state.model.adapter is None else "base model"

@@ -215,6 +215,7 @@ def entry_of(base: str) -> str:
 
 
 def _load(path: Path) -> dict[str, Plain] | list[str]:
+    """Read a YAML file: a mapping, or a list of overrides as Hydra saves them in overrides.yaml."""
     import yaml
 
     class Loader(yaml.SafeLoader):

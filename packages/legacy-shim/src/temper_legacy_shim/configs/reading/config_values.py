@@ -375,6 +375,7 @@ def read_overrides(tokens: Sequence[str]) -> list[Override]:
 
 
 def _read(index: int, token: str) -> Override:
+    """Read one token: an override, an option of Hydra's own, or the shell's remaining arguments."""
     text = token.strip()
     if text.strip("'\"") in ("$@", "${@}", "$*", "${*}", "${@:1}", "${@:2}", "${@:3}"):
         return Override(index=index, text=token, kind="rest")

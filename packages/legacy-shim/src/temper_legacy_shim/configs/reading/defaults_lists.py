@@ -78,6 +78,8 @@ def compose_file(
 
 
 class _Composer:
+    """Compose one file; its steps share the search folders, the chosen groups and the result."""
+
     def __init__(
         self, path: Path, load: Callable[[Path], dict[str, Plain]], bases: Mapping[str, str]
     ) -> None:

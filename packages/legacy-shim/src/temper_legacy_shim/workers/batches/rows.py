@@ -152,6 +152,7 @@ class PaddedPart:
     temperature: float
 
     def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
+        """Return the rows of a mini-batch under verl's keys, padded to its widths."""
         missing = set(columns) - self.kept.columns.keys()
         if missing:
             raise BatchError(

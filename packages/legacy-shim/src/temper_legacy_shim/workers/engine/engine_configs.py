@@ -84,6 +84,7 @@ def build_fsdp_config(
 
 
 def _refuse_unsupported_fsdp(model: Values, *, actor: Values, optim: Values | None) -> None:
+    """Refuse settings that would change the result and that FSDPEngine does not get."""
     sharing = actor.get("ulysses_sequence_parallel_size") or 1
     if sharing != 1:
         raise ConfigError(
@@ -361,6 +362,7 @@ def _config_class() -> "type[MegatronConfig]":
 
 
 def _refuse_unsupported_megatron(megatron: Values, *, optim: Values | None) -> None:
+    """Refuse settings that would change the result and that MegatronEngine does not get."""
     if megatron.get("use_dist_checkpointing"):
         raise ConfigError(
             "megatron.use_dist_checkpointing is set, which began from a checkpoint in Megatron's "
@@ -420,6 +422,7 @@ def _megatron_dtype(megatron: Values) -> Literal["bf16", "fp32"]:
 
 
 def _megatron_lora(model: Values) -> LoraSpec:
+    """Return the adapter with verl's defaults of Megatron, which differ from those of FSDP."""
     given = block(model, "lora")
     rank = given.get("rank", 0)
     if not isinstance(rank, int) or rank <= 0:

@@ -272,6 +272,11 @@ def update_actor_with_objective(
     settings: ActorSettings,
     loss_settings: PolicyLossSettings,
 ) -> dict[str, object]:
+    """Update the actor with Temper's objective, one optimizer step for each mini-batch.
+
+    Returns:
+        The metrics of all mini-batches under verl's names.
+    """
     columns = {"advantages": "advantages", "old_log_probs": "old_logprobs"}
     if settings.use_kl_loss:
         columns["ref_log_prob"] = "ref_logprobs"
@@ -301,6 +306,11 @@ def update_actor_with_objective(
 def update_critic_with_objective(
     critic: OnEngine, mini_batches: Iterable[DataProto], *, settings: CriticSettings
 ) -> dict[str, object]:
+    """Update the critic with Temper's value loss, one optimizer step for each mini-batch.
+
+    Returns:
+        The metrics of all mini-batches under verl's names.
+    """
     metrics: dict[str, object] = {}
     for mini_batch in mini_batches:
         assert mini_batch.batch is not None
