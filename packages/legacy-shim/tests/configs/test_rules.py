@@ -17,7 +17,6 @@ from temper_legacy_shim.configs.mapping.rows import FACTS, Row, alternatives, st
 from temper_legacy_shim.configs.mapping.rules import (
     Rule,
     find_rule,
-    rule_named,
     rules,
     sources_of,
 )
@@ -60,6 +59,10 @@ def example(key: str) -> str:
             key.removesuffix(".**"),
         )
     return key.replace("***", "any.leaf").replace("*", "any")
+
+
+def rule_of(name: str) -> Rule:
+    return next(rule for rule in rules() if rule.id == name)
 
 
 def with_keys() -> list[Rule]:
@@ -193,8 +196,7 @@ def test_rows_read_old_keys_that_the_table_explains() -> None:
 
 def test_rows_set_new_keys_of_their_own_rule() -> None:
     for row in table_rows():
-        rule = rule_named(row.rule)
-        assert rule is not None
+        rule = rule_of(row.rule)
         blocks = {"engine": "actor.engine", "source": "data.train", "teacher": "", "argument": ""}
         key = row.new.format(**blocks)
         assert not row.sets or any(f"{key}.".startswith(f"{own}.") for own in new_keys(rule)), row
@@ -207,8 +209,7 @@ def new_keys(rule: Rule) -> list[str]:
 @pytest.mark.parametrize("rule", rules(), ids=lambda rule: rule.id)
 def test_every_setting_of_a_translation_stands_in_the_row_that_it_names(rule: Rule) -> None:
     for setting in example_of(rule).translated().settings:
-        named = rule_named(setting.rule)
-        assert named is not None
+        named = rule_of(setting.rule)
         assert any(f"{setting.key}.".startswith(f"{key}.") for key in new_keys(named)), (
             f"{setting.key} of {named.id}"
         )

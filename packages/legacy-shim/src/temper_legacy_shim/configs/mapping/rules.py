@@ -123,15 +123,6 @@ def is_block(key: str) -> bool:
     return key in _known() and key not in known_keys()
 
 
-def rule_named(name: str) -> Rule | None:
-    return _index_by_id().get(name)
-
-
-@cache
-def _index_by_id() -> dict[str, Rule]:
-    return {rule.id: rule for rule in rules()}
-
-
 def _pattern(key: str) -> re.Pattern[str]:
     """Compile a pattern; ``a.**`` matches a.b.c, and a itself if it is set as one value."""
     text = re.escape(key).replace(r"\*\*\*", "\0").replace(r"\*\*", "\0").replace(r"\*", "[^.]+")
