@@ -80,6 +80,8 @@ THIRD_PARTY_RULES = (
             "temper_legacy_shim",
         ),
     ),
+    # The one place that names the algorithm of checksums.
+    ThirdPartyRule(module="blake3", importers=("temper_engine_api.checksums",)),
     ThirdPartyRule(module="vllm", importers=("temper_trainer.rollout.vllm",)),
     # import-linter checks only import statements, and only those of the trainer and the engines.
     ThirdPartyRule(module="ray", importers=("temper_trainer.runtime",)),
@@ -90,7 +92,7 @@ THIRD_PARTY_RULES = (
 _RULED_MODULES = frozenset(rule.module for rule in THIRD_PARTY_RULES)
 
 CORE = "temper_engine_api"
-CORE_MAY_IMPORT = (CORE, "torch", "typing_extensions", "fsspec")
+CORE_MAY_IMPORT = (CORE, "blake3", "torch", "typing_extensions", "fsspec")
 
 EXEMPT_FROM_CYCLES: Mapping[str, str] = {}
 """Packages whose files may import each other in a cycle, and until when."""
@@ -111,8 +113,8 @@ def check_imports(module: str, source: str) -> list[str]:
             root = name.partition(".")[0]
             if root not in CORE_MAY_IMPORT and root not in sys.stdlib_module_names:
                 faults.append(
-                    f"{module}:{line} imports {name}: {CORE} may import torch, typing_extensions "
-                    f"and the standard library; only {KIT} may import more"
+                    f"{module}:{line} imports {name}: {CORE} may import torch, blake3, "
+                    f"typing_extensions and the standard library; only {KIT} may import more"
                 )
     return faults
 

@@ -22,7 +22,7 @@ With `--apart`, each test has its own processes: for tests that take minutes, si
 the budget stops loses its repetitions.
 
 The groups engine-api and engine-fsdp also run on a host where Temper is not installed. It needs
-torch, transformers, peft, pytest and hypothesis,
+torch, blake3, transformers, peft, pytest and hypothesis,
 `PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src`, and without git `TEMPER_COMMIT`.
 """
 

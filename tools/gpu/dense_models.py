@@ -9,9 +9,9 @@ free. Results are appended to FOLDER/rows.jsonl. The output of a row is in FOLDE
 for `/`, and is appended to FOLDER/log.txt when the row ends. To continue an interrupted run, pass
 `--done rows.jsonl`: rows that are `ok` in that file are skipped, and the table contains both. Rows
 that do not fit into `--budget-s` are skipped and named.
-Needs torch with CUDA and transformers; `megatron` rows need megatron-core, megatron-bridge and
-omegaconf, with `te` also transformer-engine, `trl` rows TRL and datasets, FSDPEngine's `rowwise`
-and `tensorwise` rows torchao. `--rehearse` runs on a CPU at a tiny size.
+Needs torch with CUDA, transformers and blake3; `megatron` rows need megatron-core, megatron-bridge
+and omegaconf, with `te` also transformer-engine, `trl` rows TRL and datasets, FSDPEngine's
+`rowwise` and `tensorwise` rows torchao. `--rehearse` runs on a CPU at a tiny size.
 """
 
 import argparse

@@ -3,9 +3,9 @@ r"""Measure FSDPEngine on CUDA: speed relative to a plain loop, scaling and nume
     PYTHONPATH=packages/engine-api/src:packages/engine-fsdp/src:. \
         python -m tools.gpu.engine_fsdp --out FOLDER [--jobs one,four-0.5B,...]
 
-Needs torch with CUDA and transformers; `checks` and `kernels` need pytest and hypothesis, and
-`kernels` also liger-kernel and cut-cross-entropy. The jobs are sized for four GPUs of one host; on
-fewer GPUs, tasks that need more are skipped.
+Needs torch with CUDA, transformers and blake3; `checks` and `kernels` need pytest and hypothesis,
+and `kernels` also liger-kernel and cut-cross-entropy. The jobs are sized for four GPUs of one host;
+on fewer GPUs, tasks that need more are skipped.
 A job is a wave of tasks that run in parallel in their own processes and on their own GPUs, with a
 time limit. Rows are appended to FOLDER/rows.jsonl as soon as they are measured, and the output of
 tasks to FOLDER/log.txt; the final table is also in FOLDER/table.txt. Tasks in FOLDER/finished.jsonl

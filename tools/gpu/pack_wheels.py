@@ -13,7 +13,7 @@ lm-format-enforcer,outlines-core,depyf \
         vllm==0.26.0 apache-tvm-ffi==0.1.15.post2
     python -m tools.gpu.pack_wheels --host host.txt --python 3.12 --out others \
         --bare megatron-core,megatron-bridge,trl,torchao,datasets \
-        hydra-core==1.3.8 antlr4-python3-runtime==4.9.3 cattrs msgspec filelock ray==2.60.0 \
+        hydra-core==1.3.8 antlr4-python3-runtime==4.9.3 blake3 cattrs msgspec filelock ray==2.60.0 \
         torchao==0.18.0 trl==1.16.0 datasets dill multiprocess megatron-core==0.16.1 \
         megatron-bridge==0.3.1
 

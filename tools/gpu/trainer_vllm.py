@@ -25,8 +25,8 @@ The job `megatron_colocated` also needs the Megatron engine with its dependencie
 The jobs `experts` and `experts_replayed` need a shape with experts, such as `--shape 30B-A3B-4L`.
 
 The image needs, in addition to this checkout: vllm==0.26.0 (with its dependencies,
-apache-tvm-ffi==0.1.15.post2), hydra-core, omegaconf, antlr4-python3-runtime, cattrs, fsspec,
-jinja2, matplotlib, msgspec, pyarrow, rich. This script sets VLLM_USE_FLASHINFER_SAMPLER=0.
+apache-tvm-ffi==0.1.15.post2), hydra-core, omegaconf, antlr4-python3-runtime, blake3, cattrs,
+fsspec, jinja2, matplotlib, msgspec, pyarrow, rich. This script sets VLLM_USE_FLASHINFER_SAMPLER=0.
 """
 
 import argparse

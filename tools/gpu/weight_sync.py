@@ -8,8 +8,8 @@ NCCL on each other GPU. A sync ends when every receiver has copied all tensors. 
 timed, each receiver compares the checksum of the bytes of the first sync. Every transport is timed
 with and without checksums. Rows are appended to FOLDER/rows.jsonl. A failed job adds a row with the
 reason, the others still run, and the exit code is 1. Jobs in FOLDER/finished.jsonl are left out, so
-the same command continues after an interruption. Needs only torch. Without CUDA, shared memory and
-gloo run, to try the script.
+the same command continues after an interruption. Needs only torch and blake3. Without CUDA, shared
+memory and gloo run, to try the script.
 """
 
 import argparse

@@ -1,6 +1,5 @@
 """Weights in transit: full tensors by Hugging Face name, and checks that a set is complete."""
 
-import hashlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from temper_engine_api.checksums import RunningChecksum
 from temper_engine_api.errors import CheckpointError, EngineStateError, WeightError
 
 
@@ -282,11 +282,12 @@ def check_saved_entries(
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
-    """Return the SHA-256 of the tensors' bytes, in order, for any dtype."""
-    digest = hashlib.sha256()
+    """Return the BLAKE3 checksum of the tensors' bytes, in order, for any dtype."""
+    checksum = RunningChecksum()
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        checksum.update(data.numpy().data)
+    return str(checksum)
 
 
 JOINED_EXPERTS: Mapping[str, tuple[str, ...]] = {

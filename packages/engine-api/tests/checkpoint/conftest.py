@@ -1,5 +1,7 @@
 """Fixtures that write small checkpoints."""
 
+import hashlib
+import json
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -38,6 +40,25 @@ def save_step(tmp_path: Path) -> Callable[..., Path]:
             return transaction.commit(reports, info=replace(INFO, run_id=run_id))
 
     return save
+
+
+@pytest.fixture
+def downgrade() -> Callable[..., None]:
+    """Rewrite the manifest of a step as an earlier schema version wrote it."""
+
+    def rewrite(step: Path, schema_version: int) -> None:
+        body = json.loads((step / "manifest.json").read_text())
+        del body["checksum"]
+        body["schema_version"] = schema_version
+        if schema_version == 1:
+            del body["info"]["run_id"]
+        for record in body["files"]:
+            del record["checksum"]
+            record["sha256"] = hashlib.sha256((step / record["path"]).read_bytes()).hexdigest()
+        checksum = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        (step / "manifest.json").write_text(json.dumps({**body, "checksum": checksum}))
+
+    return rewrite
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from temper_engine_api.checkpoint import (
     FileRecord,
     list_package_versions,
     lock_for_reading,
+    manifest,
     verify,
 )
 from temper_engine_api.checkpoint.manifest import (
@@ -110,34 +111,59 @@ def test_a_torn_manifest_is_damaged(save_step: SaveStep, cut: int) -> None:
         read_manifest(path.parent)
 
 
-def test_a_newer_schema_is_refused(save_step: SaveStep) -> None:
-    path = save_step(1) / "manifest.json"
-    path.write_text(replace(read_manifest(path.parent), schema_version=3).to_json())
+def test_a_newer_schema_is_refused(save_step: SaveStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(manifest, "SCHEMA_VERSION", 4)
+        step = save_step(1)
     with pytest.raises(
         CheckpointError,
-        match=r"schema version 3, but this temper-engine-api reads up to 2: install a newer one",
+        match=r"schema version 4, but this temper-engine-api reads up to 3: install a newer one",
     ):
-        read_manifest(path.parent)
+        read_manifest(step)
 
 
 def test_flipped_bit_in_the_schema_version_is_damage(
     save_step: SaveStep,
 ) -> None:
     path = save_step(1) / "manifest.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 9'))
+    path.write_text(path.read_text().replace('"schema_version": 3', '"schema_version": 9'))
     with pytest.raises(DamagedCheckpointError, match=r"does not match its own checksum"):
         read_manifest(path.parent)
 
 
-def test_only_a_manifest_with_a_run_id_needs_the_newer_schema(save_step: SaveStep) -> None:
-    without, with_id = save_step(1), save_step(2, run_id="c0ffee")
-    assert "run_id" not in (without / "manifest.json").read_text()
-    assert [read_manifest(step).schema_version for step in (without, with_id)] == [1, 2]
-    assert [read_manifest(step).info.run_id for step in (without, with_id)] == [None, "c0ffee"]
+@pytest.mark.parametrize(("schema_version", "run_id"), [(1, None), (2, "c0ffee")])
+def test_manifest_with_sha256_of_an_earlier_schema_is_verified(
+    save_step: SaveStep, downgrade: Callable[..., None], schema_version: int, run_id: str | None
+) -> None:
+    step = save_step(1, run_id=run_id)
+    downgrade(step, schema_version)
+    files = verify(step).files
+    assert [record.checksum[:7] for record in files] == ["sha256:", "sha256:"]
+    assert read_manifest(step).info.run_id == run_id
+    flip(step / "engine" / "shards" / "0.bin")
+    with pytest.raises(DamagedCheckpointError, match=r"0\.bin has another checksum"):
+        verify(step)
+
+
+def test_checksum_of_an_unknown_algorithm_never_matches(save_step: SaveStep) -> None:
+    step = save_step(1)
+    content = read_manifest(step)
+    records = tuple(replace(record, checksum="crc32:352441c2") for record in content.files)
+    (step / "manifest.json").write_text(replace(content, files=records).to_json())
+    with pytest.raises(DamagedCheckpointError, match=r"0\.bin has another checksum"):
+        verify(step)
+
+
+def test_checksum_that_is_not_text_is_damage(save_step: SaveStep) -> None:
+    content = read_manifest(save_step(1))
+    record = replace(content.files[0], checksum=7)  # type: ignore[arg-type]
+    text = replace(content, files=(record,)).to_json()
+    with pytest.raises(DamagedCheckpointError, match=r"the checksum 7 is not text"):
+        parse_manifest(text.encode(), source="manifest.json")
 
 
 def test_files_are_partitioned_over_ranks_by_size() -> None:
-    files = [FileRecord(path=f"{size}", num_bytes=size, sha256="") for size in (7, 5, 4, 3, 1)]
+    files = [FileRecord(path=f"{size}", num_bytes=size, checksum="") for size in (7, 5, 4, 3, 1)]
     shards = partition_by_size(files, num_shards=2)
     assert [[record.num_bytes for record in shard] for shard in shards] == [[7, 3], [5, 4, 1]]
 
@@ -216,9 +242,9 @@ def test_a_deeply_nested_manifest_is_damaged() -> None:
 @pytest.mark.parametrize("name", ["nu\0ll", "\ud800", "x" * 5000, "d/" * 2500])
 def test_an_impossible_path_in_an_intact_manifest_is_damage(save_step: SaveStep, name: str) -> None:
     step = save_step(1)
-    manifest = read_manifest(step)
-    records = (replace(manifest.files[0], path=name), *manifest.files[1:])
-    (step / "manifest.json").write_text(replace(manifest, files=records).to_json())
+    content = read_manifest(step)
+    records = (replace(content.files[0], path=name), *content.files[1:])
+    (step / "manifest.json").write_text(replace(content, files=records).to_json())
     with pytest.raises(DamagedCheckpointError, match=r"has an impossible name|cannot be read"):
         verify(step)
 
@@ -276,9 +302,10 @@ def test_topology_sizes_name_every_axis() -> None:
 def test_a_report_holds_size_and_checksum(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("abc")
     (record,) = report_part(tmp_path, ["a", "a"]).files
-    # SHA-256 of "abc": FIPS 180-2, appendix B.1.
     assert (record.path, record.num_bytes) == ("a", 3)
-    assert record.sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    # `b3sum` prints this for a file with "abc".
+    expected = "6437b3ac38465133ffb63b75273a8db548c558465d79db03fd359c6cd5bd9d85"
+    assert record.checksum == f"blake3:{expected}"
 
 
 def test_json_is_read_back_and_other_content_is_damage(tmp_path: Path) -> None:

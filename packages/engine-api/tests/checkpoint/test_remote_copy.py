@@ -43,6 +43,16 @@ def test_downloaded_step_equals_the_uploaded_one(
         assert (copy / "manifest.json").read_bytes() == (step / "manifest.json").read_bytes()
 
 
+def test_downloaded_step_of_an_earlier_schema_is_verified(
+    save_step: SaveStep, downgrade: Callable[..., None], tmp_path: Path, url: str
+) -> None:
+    step = save_step(7)
+    downgrade(step, 1)
+    upload(step, url)
+    copy = download(url, tmp_path / "fresh")
+    assert verify(copy) == verify(step)
+
+
 def test_url_of_a_folder_gives_its_last_committed_step(
     save_step: SaveStep, tmp_path: Path, url: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import os
 import resource
 from dataclasses import replace
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -116,13 +116,13 @@ def test_numbers_are_pickled(number: int) -> None:
 @pytest.mark.parametrize("size", [0, 1, 4096, 10_000, (2 << 20) + 17, 5 << 20])
 def test_file_has_the_bytes_that_were_put(size: int, is_compared: bool, tmp_path: Path) -> None:
     content = np.random.default_rng(size).bytes(size)
-    with HashingWriter(tmp_path / "f", algorithm="sha256", is_compared=is_compared) as writer:
+    with HashingWriter(tmp_path / "f", is_compared=is_compared) as writer:
         for start in range(0, size, 700_001):
             writer.put(content[start : start + 700_001])
     record = writer.record("f")
     assert (tmp_path / "f").read_bytes() == content
     assert record.num_bytes == size
-    assert record.checksum == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    assert record.checksum == f"blake3:{blake3(content).hexdigest()}"
 
 
 def test_file_is_written_where_direct_writes_are_refused(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from temper_engine_api.checkpoint.part_files import FileRecord, find_file_damage
 from temper_engine_api.errors import (
@@ -26,9 +26,12 @@ from temper_engine_api.errors import (
 from temper_engine_api.topology import Topology
 
 MANIFEST_NAME = "manifest.json"
-SCHEMA_VERSION = 2
-"""Newest version of the manifest and directory layout; a higher one is refused. Version 2
-adds ``run_id``; a manifest without one is written as version 1, which older releases read."""
+SCHEMA_VERSION = 3
+"""Version of the manifest and directory layout that is written; a higher one is refused.
+
+Version 2 added ``run_id``. Up to version 2, files have a SHA-256 under ``sha256`` instead of
+``checksum``.
+"""
 MAX_READ_THREADS = 8
 """Maximum number of threads that compute checksums in one process."""
 _OTHER_SYSTEM_FILES = (
@@ -111,10 +114,10 @@ class Manifest:
         >>> manifest = Manifest(
         ...     step=20,
         ...     info=ManifestInfo(topology={"dp": 2}, config_hash="ab12", packages={}),
-        ...     files=(FileRecord(path="engine/progress.json", num_bytes=120, sha256="9f86d081"),),
+        ...     files=(FileRecord(path="engine/a.json", num_bytes=12, checksum="blake3:64f1"),),
         ... )
         >>> manifest.num_bytes
-        120
+        12
         >>> sorted(json.loads(manifest.to_json()))
         ['checksum', 'files', 'info', 'schema_version', 'step']
     """
@@ -124,8 +127,6 @@ class Manifest:
     info: ManifestInfo
     files: tuple[FileRecord, ...]
     """All files except the manifest, sorted by path."""
-    schema_version: int = SCHEMA_VERSION
-    """Format version, at most SCHEMA_VERSION."""
 
     @property
     def num_bytes(self) -> int:
@@ -134,10 +135,7 @@ class Manifest:
 
     def to_json(self) -> str:
         """Return the JSON text, including a checksum of its other entries."""
-        body = dataclasses.asdict(self)
-        if self.info.run_id is None:
-            # Schema version 1 has no run id, and older releases reject an unknown field.
-            del body["info"]["run_id"]
+        body = {**dataclasses.asdict(self), "schema_version": SCHEMA_VERSION}
         return json.dumps({**body, "checksum": _checksum(body)}, indent=1, sort_keys=True) + "\n"
 
 
@@ -228,8 +226,7 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
         manifest = Manifest(
             step=body["step"],
             info=ManifestInfo(**body["info"]),
-            files=tuple(FileRecord(**record) for record in body["files"]),
-            schema_version=body["schema_version"],
+            files=tuple(_parse_record(record) for record in body["files"]),
         )
         paths = [Path(record.path) for record in manifest.files]
     # RecursionError: from content that is nested too deeply for the parser.
@@ -246,6 +243,16 @@ def parse_manifest(content: bytes, *, source: str) -> Manifest:
             f"{source} does not match its own checksum: load another step directory."
         )
     return manifest
+
+
+def _parse_record(record: Mapping[str, Any]) -> FileRecord:
+    """Return an entry of ``files``, also of schema versions 1 and 2."""
+    entry = dict(record)
+    if "sha256" in entry:
+        entry["checksum"] = f"sha256:{entry.pop('sha256')}"
+    if not isinstance(entry["checksum"], str):
+        raise TypeError(f"the checksum {entry['checksum']!r} is not text")
+    return FileRecord(**entry)
 
 
 def verify(
@@ -274,13 +281,13 @@ def verify(
     folder = Path(directory)
     # Sizes first: they find most damage before any file is read.
     for record in manifest.files:
-        _check_file(folder, record, with_content=False)
+        check_file(folder, record, with_content=False)
     if with_content:
         records = partition_by_size(manifest.files, num_shards=shard[1])[shard[0]]
-        # hashlib releases the GIL, so threads hash in parallel.
+        # Hashing releases the interpreter lock, so threads hash in parallel.
         workers = min(os.cpu_count() or 1, MAX_READ_THREADS) if num_threads is None else num_threads
         with ThreadPoolExecutor(max_workers=workers) as pool:
-            checks = [pool.submit(_check_file, folder, r, with_content=True) for r in records]
+            checks = [pool.submit(check_file, folder, r, with_content=True) for r in records]
             try:
                 for check in checks:
                     check.result()
@@ -303,7 +310,13 @@ def partition_by_size(files: Sequence[FileRecord], *, num_shards: int) -> list[l
     return shards
 
 
-def _check_file(directory: Path, record: FileRecord, *, with_content: bool) -> None:
+def check_file(directory: Path, record: FileRecord, *, with_content: bool) -> None:
+    """Check a file of a step directory against the manifest's entry.
+
+    Raises:
+        DamagedCheckpointError: If it is missing, short or altered, or its disk fails to read it.
+        CheckpointError: If it cannot be read, for example for lack of permission.
+    """
     try:
         fault = find_file_damage(directory, record, with_content=with_content)
     except OSError as error:

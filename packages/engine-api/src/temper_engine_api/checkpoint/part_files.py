@@ -1,6 +1,5 @@
 """One participant's checkpoint files, with sizes and checksums from the writing rank."""
 
-import hashlib
 import json
 import os
 import stat
@@ -8,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from temper_engine_api.checksums import compute_file_checksum, has_checksum
 from temper_engine_api.distributed.gatherable import gatherable
 from temper_engine_api.errors import DamagedCheckpointError
 
@@ -21,8 +21,8 @@ class FileRecord:
     """Path with forward slashes. In a PartReport it is relative to the directory of the part, and
     in a manifest to the step directory."""
     num_bytes: int
-    sha256: str
-    """SHA-256 of the content, in hexadecimal."""
+    checksum: str
+    """Algorithm, a colon, and the hexadecimal digest of the content."""
 
 
 @gatherable
@@ -31,7 +31,7 @@ class PartReport:
     """Files that one rank wrote for one part of a checkpoint.
 
     Example:
-        >>> record = FileRecord(path="optimizer/rank_0.safetensors", num_bytes=3, sha256="ba7816bf")
+        >>> record = FileRecord(path="dcp/__0_0.distcp", num_bytes=3, checksum="blake3:6437b3ac")
         >>> sum(file.num_bytes for file in PartReport(files=(record,)).files)
         3
     """
@@ -52,10 +52,11 @@ def report_part(directory: str | Path, files: Iterable[str]) -> PartReport:
 
 def _record(directory: Path, path: str) -> FileRecord:
     with open(directory / path, "rb+") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
         os.fsync(file.fileno())
         return FileRecord(
-            path=Path(path).as_posix(), num_bytes=os.fstat(file.fileno()).st_size, sha256=digest
+            path=Path(path).as_posix(),
+            num_bytes=os.fstat(file.fileno()).st_size,
+            checksum=compute_file_checksum(directory / path),
         )
 
 
@@ -78,10 +79,8 @@ def find_file_damage(directory: Path, record: FileRecord, *, with_content: bool)
             return "is not a file"
         if status.st_size != record.num_bytes:
             return f"has {status.st_size} bytes instead of {record.num_bytes}"
-        if with_content:
-            with open(directory / record.path, "rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != record.sha256:
-                    return "has another checksum than when it was written"
+        if with_content and not has_checksum(directory / record.path, record.checksum):
+            return "has another checksum than when it was written"
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
     except ValueError:  # a path with a null byte, or one that cannot be encoded

@@ -83,11 +83,7 @@ class CheckpointTransaction:
             CheckpointError: If a reported file is missing or short, there is an unreported file, or
                 another save has committed this step.
         """
-        version = 1 if info.run_id is None else 2
-        files = _collect(reports)
-        return self.publish(
-            Manifest(step=self.step, info=info, files=files, schema_version=version)
-        )
+        return self.publish(Manifest(step=self.step, info=info, files=_collect(reports)))
 
     def publish(self, manifest: Manifest) -> Path:
         """Commit with an existing manifest; otherwise like `commit`."""

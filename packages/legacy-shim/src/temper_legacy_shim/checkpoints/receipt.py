@@ -13,8 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from temper_engine_api.checksums import has_checksum
 from temper_legacy_shim.checkpoints.files.dist_ckpt import DESCRIPTION, DistCheckpoint
-from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile, has_checksum
+from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile
 from temper_legacy_shim.checkpoints.huggingface import model_directory
 from temper_legacy_shim.checkpoints.layouts import RECEIPT, Kind, Role
 from temper_legacy_shim.errors import LayoutError, ShimError, VerificationError

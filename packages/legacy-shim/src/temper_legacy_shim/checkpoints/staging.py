@@ -16,12 +16,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 
-from temper_legacy_shim.checkpoints.files.hashed_files import (
-    WrittenFile,
-    checksum,
-    has_checksum,
-    written_file,
-)
+from temper_engine_api.checksums import RunningChecksum, has_checksum
+from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile, written_file
 from temper_legacy_shim.errors import OutputError, VerificationError
 
 JOURNAL = ".temper-migrate.json"
@@ -227,7 +223,7 @@ def _write_bytes(path: Path, data: bytes, *, relative: str) -> WrittenFile:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return WrittenFile(path=relative, num_bytes=len(data), checksum=checksum(data))
+    return WrittenFile(path=relative, num_bytes=len(data), checksum=str(RunningChecksum(data)))
 
 
 def _sync(directory: Path) -> None:

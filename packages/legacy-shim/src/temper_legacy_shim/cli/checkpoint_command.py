@@ -280,13 +280,14 @@ def _converted_in(directory: Path) -> list[Path]:
 
 def _require_extra() -> None:
     try:
-        import blake3  # noqa: F401
         import ml_dtypes  # noqa: F401
         import numpy  # noqa: F401
+
+        import temper_engine_api.checksums  # noqa: F401
     except ImportError as error:
         raise ShimError(
-            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: run "
-            f"{format_extra_install('checkpoint')}"
+            "converting checkpoints needs ml_dtypes, numpy, safetensors, temper-engine-api and "
+            f"torch: run {format_extra_install('checkpoint')}"
         ) from error
 
 

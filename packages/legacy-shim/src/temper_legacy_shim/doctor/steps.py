@@ -152,8 +152,8 @@ def _checkpoint(path: Path, target: Path) -> str:
         from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
     except ImportError as error:
         raise ShimError(
-            "converting checkpoints needs blake3, ml_dtypes, numpy, safetensors and torch: run "
-            f"{format_extra_install('checkpoint')}."
+            "converting checkpoints needs ml_dtypes, numpy, safetensors, temper-engine-api and "
+            f"torch: run {format_extra_install('checkpoint')}."
         ) from error
     receipts = [convert(job, Options(target="hf"), Sources()) for job in plan_jobs(path, target)]
     return f"wrote {target}: {sum(receipt.num_tensors for receipt in receipts)} tensors, verified"

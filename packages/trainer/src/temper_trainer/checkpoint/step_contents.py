@@ -1,11 +1,10 @@
 """Read what a step directory contains: its parts, its step and the trainer's state."""
 
-import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from temper_engine_api.checkpoint import ENGINE_PART, find_step, list_complete_steps
-from temper_engine_api.checkpoint.manifest import make_unreadable_error, read_manifest
+from temper_engine_api.checkpoint.manifest import check_file, read_manifest
 from temper_engine_api.errors import (
     CheckpointError,
     DamagedCheckpointError,
@@ -119,18 +118,9 @@ def check_trainer_state(directory: Path) -> None:
     """Compare the checksum of the trainer's state, a file of about 1 kB, with the manifest.
 
     Raises:
-        DamagedCheckpointError: If the content has changed or cannot be read.
+        DamagedCheckpointError: If the content has changed, or its disk fails to read it.
+        CheckpointError: If it cannot be read, for example for lack of permission.
     """
-    name = f"{TRAINER_PART}/{STATE_FILE}"
-    path = directory / name
     for record in read_manifest(directory).files:
-        if record.path == name:
-            try:
-                content = path.read_bytes()
-            except OSError as error:
-                raise make_unreadable_error(path, error) from error
-            if hashlib.sha256(content).hexdigest() != record.sha256:
-                raise DamagedCheckpointError(
-                    f"{path} has another checksum than when it was written: load another step "
-                    "directory."
-                )
+        if record.path == f"{TRAINER_PART}/{STATE_FILE}":
+            check_file(directory, record, with_content=True)

@@ -1,6 +1,6 @@
 """Buckets of weights as contiguous bytes, in a file in shared memory or in a buffer on a device.
 
-Imported inside vLLM's workers, so it needs only torch.
+Imported inside vLLM's workers, so it needs only torch, and blake3, which vLLM requires, too.
 """
 
 import os

@@ -34,8 +34,8 @@ class WeightBucket:
     """Each tensor's name, shape and dtype."""
     tensors: tuple[Tensor, ...]
     """Contiguous CPU tensors that the bucket owns: never views into a parameter."""
-    sha256: str
-    """Checksum of the tensors' bytes."""
+    checksum: str
+    """Result of `hash_tensors` for the tensors."""
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +109,7 @@ def unpack_buckets(buckets: Iterable[WeightBucket]) -> Iterator[NamedWeight]:
                 f"weight bucket {bucket.index} arrived, but bucket {expected} was expected: "
                 "publish the weights again."
             )
-        if hash_tensors(bucket.tensors) != bucket.sha256:
+        if hash_tensors(bucket.tensors) != bucket.checksum:
             raise WeightError(
                 f"weight bucket {bucket.index} arrived damaged (checksum differs): "
                 "publish the weights again."
@@ -130,5 +130,9 @@ def _make_bucket(weights: list[NamedWeight], *, index: int, is_last: bool) -> We
         WeightEntry(name=w.name, shape=tuple(w.tensor.shape), dtype=w.tensor.dtype) for w in weights
     )
     return WeightBucket(
-        index=index, is_last=is_last, entries=entries, tensors=tensors, sha256=hash_tensors(tensors)
+        index=index,
+        is_last=is_last,
+        entries=entries,
+        tensors=tensors,
+        checksum=hash_tensors(tensors),
     )

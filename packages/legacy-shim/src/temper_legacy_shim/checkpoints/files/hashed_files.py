@@ -1,8 +1,7 @@
-"""Write files and hash them in one pass, and compare files with their checksums."""
+"""Write files and hash them in one pass."""
 
 import errno
 import fcntl
-import hashlib
 import mmap
 import os
 from collections.abc import Callable
@@ -10,13 +9,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
-from blake3 import blake3
-
+from temper_engine_api.checksums import RunningChecksum, compute_file_checksum
 from temper_legacy_shim.errors import VerificationError
 
-_HASHED_BYTES = 4 << 20
 _BUFFER_BYTES = 2 << 20
 _FLUSHED_BYTES = 64 << 20
 """Bytes written between two flushes to disk, so that the last flush is short."""
@@ -36,64 +32,15 @@ class WrittenFile:
     """Tensors that hold NaN or infinity."""
 
 
-class Digest(Protocol):
-    def update(self, data: bytes | memoryview, /) -> object:
-        """Take in more."""
-
-    def hexdigest(self) -> str:
-        """Return the digest of the data so far."""
-
-
-_DIGESTS: dict[str, Callable[[], Digest]] = {"blake3": blake3, "sha256": hashlib.sha256}
-"""Hash functions by their name in a checksum; 0.1.0 wrote SHA-256, four times as slow."""
-
-
-def checksum(data: bytes) -> str:
-    """Return the checksum of data in memory, in the form of new files."""
-    return f"blake3:{blake3(data).hexdigest()}"
-
-
-def has_checksum(path: Path, expected: str) -> bool:
-    """Check if a file has this checksum; one of an unknown algorithm never fits."""
-    algorithm, _, required = expected.partition(":")
-    if algorithm not in _DIGESTS:
-        return False
-    digest = _DIGESTS[algorithm]()
-    _update_with(path, digest)
-    return digest.hexdigest() == required
-
-
-def checksum_of(path: Path, *, algorithm: str = "blake3") -> str:
-    digest = _DIGESTS[algorithm]()
-    _update_with(path, digest)
-    return f"{algorithm}:{digest.hexdigest()}"
-
-
-def _update_with(path: Path, digest: Digest) -> None:
-    """Hash a file; a thread loads the next block meanwhile."""
-    with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(1) as pool:
-        ahead = pool.submit(file.read, _HASHED_BYTES)
-        while data := ahead.result():
-            ahead = pool.submit(file.read, _HASHED_BYTES)
-            digest.update(data)
-
-
-def written_file(
-    path: Path, *, relative: str, with_nan: tuple[str, ...] = (), algorithm: str = "blake3"
-) -> WrittenFile:
+def written_file(path: Path, *, relative: str) -> WrittenFile:
     """Return the record of a file of another writer.
 
     Args:
         path: where it lies.
         relative: where it will lie in the output.
-        with_nan: names of tensors in it that hold NaN or infinity.
-        algorithm: hash function of the checksum.
     """
     return WrittenFile(
-        path=relative,
-        num_bytes=path.stat().st_size,
-        checksum=checksum_of(path, algorithm=algorithm),
-        with_nan=with_nan,
+        path=relative, num_bytes=path.stat().st_size, checksum=compute_file_checksum(path)
     )
 
 
@@ -104,7 +51,6 @@ class HashingWriter:
 
     Args:
         path: a new file.
-        algorithm: hash function of the checksum.
         is_compared: read everything back from the file and compare it. Otherwise the file
             is written past the page cache where its file system can do that.
 
@@ -113,9 +59,9 @@ class HashingWriter:
         OSError: the disk is full.
     """
 
-    def __init__(self, path: Path, *, algorithm: str = "blake3", is_compared: bool = False) -> None:
+    def __init__(self, path: Path, *, is_compared: bool = False) -> None:
         self._path = path
-        self._algorithm, self._digest = algorithm, _DIGESTS[algorithm]()
+        self._checksum = RunningChecksum()
         # Mapped memory starts at a page, as writes past the page cache require. Copies to the cache
         # took 0.2 to 1.1 s of CPU time for 1 GiB, and such writes 0.1 s.
         self._buffers = [mmap.mmap(-1, _BUFFER_BYTES) for _ in range(2)]
@@ -183,7 +129,7 @@ class HashingWriter:
         return WrittenFile(
             path=relative,
             num_bytes=self.num_bytes,
-            checksum=f"{self._algorithm}:{self._digest.hexdigest()}",
+            checksum=str(self._checksum),
             num_tensors=num_tensors,
             with_nan=with_nan,
         )
@@ -192,7 +138,7 @@ class HashingWriter:
         self._wait()
         full = memoryview(self._buffers[0])[: self._filled]
         self._pending = [
-            self._hasher.submit(self._digest.update, full),
+            self._hasher.submit(self._checksum.update, full),
             self._writer.submit(self._write, full),
         ]
         self._buffers.reverse()

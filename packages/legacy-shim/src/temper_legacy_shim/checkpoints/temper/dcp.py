@@ -64,7 +64,6 @@ def write_group(
     tensors: Mapping[str, LazyTensor],
     *,
     relative: str = "",
-    algorithm: str = "blake3",
     progress: Progress,
 ) -> list[WrittenFile]:
     """Write ``DATA`` and its description.
@@ -73,7 +72,6 @@ def write_group(
         folder: to be made.
         tensors: by name.
         relative: path of the folder in the output.
-        algorithm: hash function of the checksum of ``DATA``.
         progress: told of every block.
 
     Returns:
@@ -94,7 +92,7 @@ def write_group(
             progress(block.nbytes)
             yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
 
-    with HashingWriter(folder / DATA, algorithm=algorithm) as writer:
+    with HashingWriter(folder / DATA) as writer:
         for name, tensor in tensors.items():
             for offset, shape in _chunks(tensor):
                 part = Rows(tensor, ((offset[0], offset[0] + shape[0]),)) if shape else tensor

@@ -54,8 +54,6 @@ _DESCRIPTION = "huggingface"
 """Folder of config and tokenizer in the output."""
 _GROUPS = "groups"
 """Folder of finished files, before it becomes a step directory."""
-_ALGORITHM = "sha256"
-"""Hash function of the manifest."""
 _GROUP_BYTES = 1 << 30
 """Bytes of tensors written at once, which a stopped run may lose."""
 
@@ -174,7 +172,6 @@ def _fingerprint(role: Role, plan: StepPlan, options: Options) -> str:
                 name: (tensor.shape, tensor.dtype.name) for name, tensor in plan.tensors.items()
             },
             "config": plan.config,
-            "checksum": _ALGORITHM,
             "tool": tool_version(),
         }
     )
@@ -198,11 +195,7 @@ def _write_groups(
         def write(
             folder: Path, tensors: Mapping[str, LazyTensor] = tensors, relative: str = relative
         ) -> list[WrittenFile]:
-            # The manifest needs SHA-256 of these files. The receipt takes the same checksum: a
-            # second one would read all bytes again.
-            return write_group(
-                folder, tensors, relative=relative, algorithm=_ALGORITHM, progress=report
-            )
+            return write_group(folder, tensors, relative=relative, progress=report)
 
         before = done
         written[staging.folder / relative] = staging.produce_folder(
@@ -223,10 +216,12 @@ def _join(
             part = transaction.open_part(ENGINE_PART)
             moved = join(part / "dcp", list(groups), plan.tensors, copies=plan.shared_zeros)
             shutil.rmtree(root / _GROUPS)
-            data = [
-                _as_record(groups[source.parent][0], path=f"dcp/{name}")
-                for source, name in moved.items()
-            ]
+            # These files are on disk already, and hashed.
+            data = {name: groups[source.parent][0] for source, name in moved.items()}
+            records = tuple(
+                FileRecord(path=f"dcp/{name}", num_bytes=file.num_bytes, checksum=file.checksum)
+                for name, file in data.items()
+            )
             written = [f"dcp/{DESCRIPTION}"]
             written += _write_random(part, state.extra)
             written += _write_description(part, plan)
@@ -248,21 +243,15 @@ def _join(
                 # No configuration of the trainer exists yet that could be hashed.
                 config_hash=f"converted by {tool_version()}",
             )
-            report = PartReport(files=(*data, *report_part(part, written).files))
+            report = PartReport(files=(*records, *report_part(part, written).files))
             directory = transaction.commit({ENGINE_PART: [report]}, info=info)
     except TemperError as error:
         raise OutputError(f"the step directory could not be written: {error}") from error
     known = {}
-    for source, name in moved.items():
+    for name, file in data.items():
         path = str((directory / ENGINE_PART / "dcp" / name).relative_to(root))
-        known[path] = replace(groups[source.parent][0], path=path)
+        known[path] = replace(file, path=path)
     return directory, known
-
-
-def _as_record(file: WrittenFile, *, path: str) -> FileRecord:
-    """Return a written file as the manifest names it; it is on disk already."""
-    sha256 = file.checksum.removeprefix(f"{_ALGORITHM}:")
-    return FileRecord(path=path, num_bytes=file.num_bytes, sha256=sha256)
 
 
 def _write_random(part: Path, extra: OldExtra) -> list[str]:
