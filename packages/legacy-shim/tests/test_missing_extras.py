@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import requires
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,7 @@ from temper_legacy_shim.errors import MissingExtraError, explain_missing_extra, 
         ("workers.ppo_actor", "temper_trainer", "workers"),
         ("data_proto", "numpy", "workers"),
         ("checkpoints.layouts", "numpy", "checkpoint"),
+        ("checkpoints.layouts", "blake3", "checkpoint"),
     ],
 )
 def test_a_package_without_its_extra_says_what_to_install(
@@ -38,6 +40,20 @@ def test_a_package_without_its_extra_says_what_to_install(
     assert (
         done.stderr.splitlines()[-1] == f"temper_legacy_shim.errors.MissingExtraError: {sentence}"
     )
+
+
+def test_conversion_without_blake3_is_refused_with_the_command(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['blake3'] = None; from temper_legacy_shim.cli import main; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "checkpoint", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "needs blake3, which is not installed: run pip install " in done.stderr
 
 
 def test_code_that_expects_a_missing_module_still_does() -> None:

@@ -2,8 +2,8 @@
 
 import json
 import os
-import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from temper_legacy_shim.cli import app
 from temper_legacy_shim.doctor.examination import examine
-from temper_legacy_shim.doctor.steps import Effort, Kind, Step, carry_out
-from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
+from temper_legacy_shim.doctor.steps import Effort, Kind, carry_out
+from temper_legacy_shim.errors import UsageError, format_extra_install
 
 RUN = (
     "python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo data.train_batch_size=64 "
@@ -237,20 +237,30 @@ def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) ->
     assert (out / "checkpoints/config.json").is_file()
 
 
-def test_a_checkpoint_without_its_extra_is_refused_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "temper_legacy_shim.checkpoints.conversion", None)
-    step = Step(
-        kind=Kind.CHECKPOINT,
-        path=Path("checkpoints"),
-        what="",
-        effort=Effort.NONE,
-        blockers=(),
-        command="",
+_CONVERT_WITHOUT_BLAKE3 = """
+import sys
+from pathlib import Path
+from temper_legacy_shim.doctor.steps import Effort, Kind, Step, carry_out
+sys.modules["blake3"] = None  # as if it were not installed
+step = Step(
+    kind=Kind.CHECKPOINT, path=Path("old"), what="", effort=Effort.NONE, blockers=(), command=""
+)
+carry_out(step, Path(), Path("new"))
+"""
+
+
+def test_a_checkpoint_without_its_extra_is_refused_with_the_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _CONVERT_WITHOUT_BLAKE3],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    with pytest.raises(ShimError, match=re.escape(format_extra_install("checkpoint"))):
-        carry_out(step, tmp_path, tmp_path / "new")
+    assert (
+        f"needs blake3, which is not installed: run {format_extra_install('checkpoint')}."
+        in done.stderr.splitlines()[-1]
+    )
 
 
 def test_a_plan_in_a_pipe_has_every_path_full(tmp_path: Path) -> None:

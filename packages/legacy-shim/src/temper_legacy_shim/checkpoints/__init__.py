@@ -1,8 +1,8 @@
 """Checkpoints of older systems: lazily readable, convertible, never executed.
 
 The library behind ``temper-migrate checkpoint``. ``open_checkpoint`` gives lazy views of one model;
-nothing is read until rows are asked for. Importing this needs no torch; ``as_torch``,
-``training_state`` and ``--to temper`` do.
+nothing is read until rows are asked for. Importing this needs no torch; ``training_state``
+does.
 """
 
 from pathlib import Path

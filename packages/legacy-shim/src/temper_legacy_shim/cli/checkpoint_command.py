@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from temper_legacy_shim.cli.shared import print_facts
-from temper_legacy_shim.errors import ShimError, UsageError, format_extra_install
+from temper_legacy_shim.errors import ShimError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -123,7 +123,6 @@ def checkpoint(
 
     No pickle is executed, and nothing is overwritten.
     """
-    _require_extra()
     from rich.console import Console
 
     from temper_legacy_shim.checkpoints.model import Sources
@@ -228,7 +227,6 @@ def verify(
 
     Check size, checksum and tensors of every file.
     """
-    _require_extra()
     from rich.console import Console
 
     from temper_legacy_shim.checkpoints.receipt import check_receipt, read_receipt
@@ -276,19 +274,6 @@ def _converted_in(directory: Path) -> list[Path]:
             f"{directory} has no {NAME}: give a directory that `temper-migrate checkpoint` wrote."
         )
     return matches
-
-
-def _require_extra() -> None:
-    try:
-        import ml_dtypes  # noqa: F401
-        import numpy  # noqa: F401
-
-        import temper_engine_api.checksums  # noqa: F401
-    except ImportError as error:
-        raise ShimError(
-            "converting checkpoints needs ml_dtypes, numpy, safetensors, temper-engine-api and "
-            f"torch: run {format_extra_install('checkpoint')}"
-        ) from error
 
 
 def _check_together(jobs: "list[Job]", options: "Options", sources: "Sources") -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from temper_legacy_shim.configs import Outcome, Translation
 from temper_legacy_shim.configs.reading.config_files import read_old_file, translate_file
 from temper_legacy_shim.configs.report import yaml_of
-from temper_legacy_shim.errors import ShimError, format_extra_install
+from temper_legacy_shim.errors import ShimError
 
 TASK_FILES = re.compile(r"\.?justfile|taskfile(?:\.dist)?\.ya?ml", re.IGNORECASE)
 """Files of `just` and `task`, whose commands are not followed."""
@@ -146,15 +146,10 @@ def _script(path: Path, target: Path, *, version: str | None) -> str:
 
 
 def _checkpoint(path: Path, target: Path) -> str:
-    try:
-        from temper_legacy_shim.checkpoints.conversion import convert
-        from temper_legacy_shim.checkpoints.model import Sources
-        from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
-    except ImportError as error:
-        raise ShimError(
-            "converting checkpoints needs ml_dtypes, numpy, safetensors, temper-engine-api and "
-            f"torch: run {format_extra_install('checkpoint')}."
-        ) from error
+    from temper_legacy_shim.checkpoints.conversion import convert
+    from temper_legacy_shim.checkpoints.model import Sources
+    from temper_legacy_shim.checkpoints.plan import Options, plan_jobs
+
     receipts = [convert(job, Options(target="hf"), Sources()) for job in plan_jobs(path, target)]
     return f"wrote {target}: {sum(receipt.num_tensors for receipt in receipts)} tensors, verified"
 
