@@ -18,6 +18,7 @@ from temper_legacy_shim.checkpoints.files.lazy import (
     Piece,
     as_torch,
     blocks,
+    buffered_blocks,
     read_all,
 )
 from temper_legacy_shim.checkpoints.files.sharded import covering, shard_box
@@ -46,10 +47,10 @@ def _assert_equal(have: Mapping[str, LazyTensor], want: Mapping[str, Tensor]) ->
     assert have.keys() == want.keys()
     for name, tensor in want.items():
         assert torch.equal(as_torch(have[name]), tensor), name
-        in_blocks = b"".join(block.tobytes() for block in blocks(have[name], block_bytes=8))
-        assert in_blocks == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), (
-            name
-        )
+        content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        for read in (blocks, buffered_blocks):
+            in_blocks = b"".join(block.tobytes() for block in read(have[name], block_bytes=8))
+            assert in_blocks == content, (name, read)
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def written_file(path: Path, *, relative: str) -> WrittenFile:
 
 
 class HashingWriter:
-    """Write a new file; two threads hash and write a buffer while the next one is filled.
+    """Hash and write a new file; a thread writes a buffer while the next one is filled.
 
     On return from its `with` block, the file is on disk.
 
@@ -68,11 +68,11 @@ class HashingWriter:
         self._again = bytearray(_BUFFER_BYTES) if is_compared else None
         self._is_direct = not is_compared and hasattr(os, "O_DIRECT")
         self._descriptor = self._open()
-        self._hasher, self._writer, self._flusher = (
+        self._writer, self._flusher = (
             ThreadPoolExecutor(1, thread_name_prefix=f"temper-migrate-{work}")
-            for work in ("hasher", "writer", "flusher")
+            for work in ("writer", "flusher")
         )
-        self._pending: list[Future[object]] = []
+        self._pending: Future[None] | None = None
         self._flushed: Future[None] | None = None
         self._filled = self._num_flushed = self._num_written = self.num_bytes = 0
 
@@ -106,13 +106,15 @@ class HashingWriter:
                     self._flushed.result()
                 os.fsync(self._descriptor)
         finally:
-            for pool in (self._hasher, self._writer, self._flusher):
+            for pool in (self._writer, self._flusher):
                 pool.shutdown()
             os.close(self._descriptor)
 
     def put(self, data: bytes | memoryview) -> None:
         """Queue a block; raise the exception of an earlier block."""
         view = memoryview(data)
+        # Hashed here and not by a thread: the block is still in the cache of this core.
+        self._checksum.update(view)
         self.num_bytes += len(view)
         while view:
             count = min(len(view), _BUFFER_BYTES - self._filled)
@@ -137,17 +139,14 @@ class HashingWriter:
     def _submit(self) -> None:
         self._wait()
         full = memoryview(self._buffers[0])[: self._filled]
-        self._pending = [
-            self._hasher.submit(self._checksum.update, full),
-            self._writer.submit(self._write, full),
-        ]
+        self._pending = self._writer.submit(self._write, full)
         self._buffers.reverse()
         self._filled = 0
 
     def _wait(self) -> None:
-        for future in self._pending:
-            future.result()
-        self._pending = []
+        if self._pending is not None:
+            self._pending.result()
+        self._pending = None
 
     def _write(self, data: memoryview) -> None:
         begun, rest = self._num_written, data

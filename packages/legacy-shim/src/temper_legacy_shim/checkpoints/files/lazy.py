@@ -59,6 +59,20 @@ def blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Bl
         yield tensor.read(start, stop)
 
 
+def buffered_blocks(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+    """Read a tensor in blocks that share memory: each is valid until the next one is read.
+
+    The pages of new memory for each block would cost more than the read.
+    """
+    memory = None
+    for start, stop in spans(tensor, block_bytes=block_bytes):
+        if memory is None:  # the first block is the largest
+            memory = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype.container)
+        block = memory[: stop - start]
+        read_into(tensor, start, block)
+        yield block
+
+
 def spans(tensor: LazyTensor, *, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
     """Yield (first row, row after the last) of each block; an empty tensor has none."""
     rows = num_rows(tensor.shape)
@@ -88,6 +102,20 @@ def as_torch(tensor: LazyTensor) -> "torch.Tensor":
     return result.view(dtype) if result.dtype != dtype else result
 
 
+def read_into(tensor: LazyTensor, start: int, block: Block) -> None:
+    """Read rows of any tensor from `start` on into a contiguous block."""
+    if isinstance(tensor, Stored | Assembled | Rows):
+        tensor.read_into(start, block)
+    else:
+        block[...] = tensor.read(start, start + len(block))
+
+
+def _read_new(tensor: "Stored | Assembled | Rows", start: int, stop: int) -> Block:
+    block = np.empty((stop - start, *tensor.shape[1:]), tensor.dtype.container)
+    tensor.read_into(start, block)
+    return block
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A contiguous tensor in a file."""
@@ -98,13 +126,9 @@ class Stored:
     dtype: Dtype
 
     def read(self, start: int, stop: int) -> Block:
-        """Load the rows by position."""
-        block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
-        self.read_into(start, block)
-        return block
+        return _read_new(self, start, stop)
 
     def read_into(self, start: int, block: Block) -> None:
-        """Load rows from `start` on into an existing contiguous block."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.num_bytes
         # A block without rows may lie at the end of the file, where a read fails.
         if block.nbytes:
@@ -191,26 +215,23 @@ class Assembled:
         return [*(piece for row in rows for piece in single.get(row, ())), *long]
 
     def read(self, start: int, stop: int) -> Block:
-        touched = self.find_rows(start, stop) if self.shape else list(self._in_order)
-        # The usual case for row shards: no block is allocated and copied into.
-        if len(touched) == 1 and touched[0].tensor.shape[1:] == self.shape[1:]:
-            at = touched[0].offsets[0] if self.shape else 0
-            return touched[0].tensor.read(start - at, stop - at)
-        block = np.empty((stop - start, *self.shape[1:]), self.dtype.container)
-        for piece in touched:
-            at, rows = piece.offsets[0], piece.tensor.shape[0]
-            low, high = max(start, at), min(stop, at + rows)
+        return _read_new(self, start, stop)
+
+    def read_into(self, start: int, block: Block) -> None:
+        stop = start + len(block)
+        for piece in self.find_rows(start, stop) if self.shape else self._in_order:
+            at = piece.offsets[0] if self.shape else 0
+            low, high = max(start, at), min(stop, at + num_rows(piece.tensor.shape))
             rows_of_block = block[low - start : high - start]
-            # Full rows of a file are read into their place, without a copy in between.
-            if isinstance(piece.tensor, Stored) and piece.tensor.shape[1:] == self.shape[1:]:
-                piece.tensor.read_into(low - at, rows_of_block)
+            # Full rows are read into their place, without a copy in between.
+            if piece.tensor.shape[1:] == self.shape[1:]:
+                read_into(piece.tensor, low - at, rows_of_block)
                 continue
             inner = tuple(
                 slice(o, o + n)
                 for o, n in zip(piece.offsets[1:], piece.tensor.shape[1:], strict=True)
             )
             rows_of_block[(slice(None), *inner)] = piece.tensor.read(low - at, high - at)
-        return block
 
 
 @dataclass(frozen=True)
@@ -236,17 +257,15 @@ class Rows(View):
         return (sum(stop - start for start, stop in self.spans), *self.source.shape[1:])
 
     def read(self, start: int, stop: int) -> Block:
-        parts, at = [], 0
+        return _read_new(self, start, stop)
+
+    def read_into(self, start: int, block: Block) -> None:
+        stop, at = start + len(block), 0
         for first, last in self.spans:
             low, high = max(start, at), min(stop, at + last - first)
             if low < high:
-                parts.append(self.source.read(first + low - at, first + high - at))
+                read_into(self.source, first + low - at, block[low - start : high - start])
             at += last - first
-        return (
-            parts[0]
-            if len(parts) == 1
-            else np.concatenate(parts or [np.empty((0, *self.shape[1:]), self.dtype.container)])
-        )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from temper_legacy_shim.checkpoints.files.lazy import (
     LazyTensor,
     Rows,
     Shape,
-    blocks,
+    buffered_blocks,
     spans,
 )
 from temper_legacy_shim.checkpoints.files.pickles import Global, Inert, dump_inert
@@ -86,11 +86,11 @@ def write_group(
     positions: Positions = {}
 
     def read(name: str, part: LazyTensor) -> Iterator[memoryview]:
-        for block in blocks(part):
+        for block in buffered_blocks(part):
             if has_nonfinite(block, part.dtype):
                 with_nan[name] = None
             progress(block.nbytes)
-            yield np.ascontiguousarray(block).reshape(-1).view(np.uint8).data
+            yield block.reshape(-1).view(np.uint8).data
 
     with HashingWriter(folder / DATA) as writer:
         for name, tensor in tensors.items():
