@@ -161,7 +161,7 @@ def _to_file_name(name: str, model: OldModel) -> str:
 
 
 def _plan_peft(model: OldModel, options: Options) -> Plan:
-    """Plan an adapter directory of PEFT, which has no weights of the base model."""
+    """Plan an adapter directory of PEFT, without weights of the base model."""
     if model.adapter is None:
         raise UsageError(
             f"{model.role.path} has no adapter, which is all that --to peft writes: use --to hf."

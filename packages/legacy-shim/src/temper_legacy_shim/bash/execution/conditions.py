@@ -64,6 +64,7 @@ class _FieldParser:
         left = len(self.texts) - self.at
         if left <= 0 or depth > _MAX_DEPTH:
             raise Malformed
+        # An operator in the middle comes first, so that [ ! = x ] compares, as POSIX says.
         if left >= 3 and self.word(1) in _BINARY:
             first, operator, second = self.texts[self.at], self.word(1), self.texts[self.at + 2]
             self.at += 3

@@ -135,6 +135,7 @@ class SimpleCommands(Words):
         """Parse a here-document; its body follows the line, after the bodies of earlier ones."""
         delimiter = self.word()
         end_of_line = self.at
+        # A backslash at its end continues the line.
         while (end_of_line := self.text.find("\n", end_of_line)) >= 0 and self.text[
             end_of_line - 1
         ] == "\\":
@@ -142,6 +143,7 @@ class SimpleCommands(Words):
         if end_of_line < 0:
             return Redirect(operator, None, Span(start, self.at))
         ends_with = "".join(part.text for part in _flat(delimiter))
+        # The bodies of several here-documents of one line follow each other.
         at, lines = self._after_bodies.get(end_of_line, end_of_line + 1), []
         while at < len(self.text):
             stop = self.text.find("\n", at)
@@ -153,6 +155,7 @@ class SimpleCommands(Words):
             lines.append(line + "\n")
         self._after_bodies[end_of_line] = at
         body = "".join(lines)
+        # A quoted delimiter means that nothing in the body is expanded.
         is_literal = any(part.is_quoted for part in _flat(delimiter))
         inside = type(self)(body)
         inside.nesting = self.nesting

@@ -7,6 +7,7 @@ _TOKEN = re.compile(
     r"\s*(?:(?P<number>\d+#[0-9A-Za-z@_]+|0[xX][0-9a-fA-F]+|\d+)|(?P<name>[A-Za-z_]\w*(?:\[[^\]]*\])?)"
     r"|(?P<operator>\*\*|<<=|>>=|\+\+|--|<<|>>|<=|>=|==|!=|&&|\|\||[-+*/%&|^]=|[-+*/%<>=!~&|^?:(),]))"
 )
+# From loose to tight, in the order of C; ** binds tighter than all of them.
 _LEVELS = (
     ("||",),
     ("&&",),
@@ -149,6 +150,7 @@ class _Calculation:
         while (operator := self.peek()) in _LEVEL_OF and _LEVEL_OF[operator] >= number:
             self.at += 1
             was_live = self.is_live
+            # Bash leaves the right side out if the left one decides: $((x && (y = 1))).
             if operator in ("&&", "||"):
                 self.is_live = was_live and bool(value) == (operator == "&&")
             right = self.level(_LEVEL_OF[operator] + 1)
@@ -166,6 +168,7 @@ class _Calculation:
             self.levels -= 1
             if exponent < 0:
                 raise BadExpression("exponent less than 0")
+            # The modulus keeps 9 ** 9 ** 9 small, which bash cuts to 64 bits as well.
             return _wrapped(pow(value, exponent, 1 << 64))
         return value
 
@@ -210,6 +213,7 @@ class _Calculation:
     def variable(self, name: str) -> int:
         if not self.is_live:
             return 0
+        # The value of a variable is an expression of its own: x=y+1; $((x)).
         text = self.read(name)
         if text is None or not text.strip():
             return 0
@@ -227,6 +231,7 @@ class _Calculation:
                 if self.is_live:
                     raise BadExpression("division by 0")
                 return 0
+            # C rounds towards 0, Python down.
             quotient = abs(left) // abs(right) * (1 if (left < 0) == (right < 0) else -1)
             return _wrapped(quotient if operator == "/" else left - right * quotient)
         return _wrapped(_OPERATIONS[operator](left, right))
@@ -259,6 +264,7 @@ def _number(text: str) -> int:
             return _convert_base(int(base), digits)
         if text[:2] in ("0x", "0X"):
             return int(text, 16)
+        # A leading 0 means octal, so that 08 is an error in bash, too.
         return int(text, 8) if text.startswith("0") and len(text) > 1 else int(text)
     except ValueError as error:
         raise BadExpression(text) from error
@@ -267,6 +273,7 @@ def _number(text: str) -> int:
 def _convert_base(base: int, digits: str) -> int:
     alphabet = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ@_"
     value = 0
+    # Up to base 36 capital letters are the same digits as small ones.
     for digit in digits.lower() if base <= 36 else digits:
         position = alphabet.find(digit)
         if not 2 <= base <= 64 or not 0 <= position < base:

@@ -223,7 +223,7 @@ def _indirect(shell: Shell, part: Parameter) -> Parameter:
 def _with_default(
     shell: Shell, part: Parameter, text: Text | None, *, in_quotes: bool
 ) -> Text | list[Fragment]:
-    """Expand ``${x-word}``, ``=``, ``+`` and ``?``; with a colon, an empty x counts as unset.
+    """Expand ``${x-word}``, ``=``, ``+`` and ``?``; with a colon also for an empty x.
 
     Bash ends at ``?`` if x is unset. The reading then stops, too, unless it passes guards.
     """

@@ -104,7 +104,7 @@ class DistCheckpoint:
         ]
 
     def _tensor(self, name: str, described: Mapping[object, object]) -> LazyTensor:
-        """Return one tensor by its chunks, each of which has a file and a position in it.
+        """Return one tensor by its chunks, each at a position of a file.
 
         Sizes are compared with the bytes that the description promises, because it is not trusted.
         """
@@ -163,6 +163,7 @@ class DistCheckpoint:
             and all(counts)
             and not any(size % count for size, count in zip(full, counts, strict=True))
         )
+        # Each shard is in one piece at least, so that larger counts are of no genuine save.
         if not is_grid or math.prod(counts) > max(len(pieces), 1):
             raise DamagedFileError(
                 f"{where}/.metadata: {name} is flattened as {saved}, which is no grid of shards of "
@@ -264,6 +265,7 @@ def _positions(node: object, *, path: Path) -> dict[tuple[str, Shape | None], tu
             or not isinstance(length, int)
         ):
             raise ValueError("a place that is no file with an offset")
+        # The description is not trusted: no path may lead out of the folder.
         pure = PurePosixPath(relative)
         if pure.is_absolute() or ".." in pure.parts or "\\" in relative or "\0" in relative:
             raise DamagedFileError(

@@ -240,8 +240,8 @@ def _convert(
 ) -> Iterator[tuple[str, LazyTensor]]:
     """Yield a parameter under its name in Hugging Face, or the parts that it divides into.
 
-    One matrix has query, key and value, and another has gate and up. The output layer of a value
-    model has a single row.
+    Query, key and value are one matrix in Megatron, and gate and up another. The output layer of a
+    value model is a single row.
     """
     layer = _LAYER.fullmatch(name)
     if layer is None:

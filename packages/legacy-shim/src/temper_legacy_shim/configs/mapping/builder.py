@@ -54,6 +54,7 @@ def trainer_defaults(policy_loss: str = "ppo") -> dict[str, Plain]:
 def is_our_default(key: str, value: Plain, *, policy_loss: Plain = "ppo") -> bool:
     """Check if the key can be left out without a change."""
     default = trainer_defaults(str(policy_loss)).get(key, _NO_DEFAULT)
+    # True equals 1 in Python, but a switch is no number.
     return default == value and isinstance(value, bool) == isinstance(default, bool)
 
 
@@ -203,6 +204,7 @@ class Draft:
     def integer(self, key: str) -> int | None:
         """Return a whole number of the old configuration, or None; see ``number``."""
         value = self.number(key)
+        # Infinity and NaN are no whole numbers.
         return int(value) if value is not None and abs(value) < 1e18 and value == value else None
 
     def frequency(self, key: str) -> int:

@@ -25,11 +25,11 @@ Converters:
         ``else=!MESSAGE`` ends the step as well.
 
 ``or X`` after a converter is the value for a key without one. Without it such a row sets nothing.
-For number, any and switch it only counts in a release that has no such key.
+For number, any and switch it only counts in a release without the key.
 
 Conditions, which ``not`` negates:
     since V, before V: the release is V or later, or an older one.
-    set, has, given: the user set the key; the tree has it; its value is a text other than null.
+    set, has, given: the user set the key; it is in the tree; its value is a text other than null.
     on, is A|B: the value is true, or one of these texts.
     > N, <= N: it is above N, or up to N: its whole part, or the number if N has a point (0.0).
     KEY before any of these words: compare that key and not the row's. For ``is`` it may also be a

@@ -140,6 +140,7 @@ class _Reader:
     def _quoted(self, quote: str) -> str:
         parts, at = [], self.at + 1
         while at < len(self.text):
+            # Hydra takes a backslash away before a quote or a backslash alone.
             if self.text[at] == "\\" and self.text[at + 1 : at + 2] in (quote, "\\"):
                 parts.append(self.text[at + 1])
                 at += 2
@@ -194,6 +195,7 @@ def scalar(text: str) -> Plain:
         return None
     if lowered in ("true", "false"):
         return lowered == "true"
+    # int() refuses more than 4,300 digits.
     if _INTEGER.match(text) and len(text) < 4000:
         return int(text)
     if _FLOAT.match(text):

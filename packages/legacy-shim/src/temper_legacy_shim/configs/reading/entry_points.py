@@ -207,7 +207,7 @@ def _is_fork(path: str) -> bool:
 
 
 def _program(path: str, overrides: Sequence[Override], given: dict[str, Plain]) -> Program:
-    """Return the kind of program by its name, or by keys that one kind alone has."""
+    """Return the kind of program by its name, or by keys of one kind alone."""
     last = path.rpartition(".")[2]
     if "fsdp_sft_trainer" in path or path == "sft1":
         return "sft1"

@@ -271,5 +271,5 @@ def evaluates(draft: Draft) -> bool:
 
 @fact
 def has_eval_data(draft: Draft) -> bool:
-    """Check if the new configuration has held-out prompts or demonstrations."""
+    """Check if the new configuration sets held-out prompts or demonstrations."""
     return "data.eval.paths" in draft.settings

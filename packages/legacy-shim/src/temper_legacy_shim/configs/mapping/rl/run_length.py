@@ -100,7 +100,7 @@ def _loggers(draft: Draft) -> list[str]:
 
 @fact
 def trackers(draft: Draft) -> list[Plain]:
-    """Return the loggers that the new trainer has."""
+    """Return the loggers that exist in the new trainer."""
     # The file of metrics replaces the console: reports and comparisons read it.
     return ["jsonl", *(word for word in _loggers(draft) if word in _TRACKERS)]
 
@@ -113,6 +113,6 @@ def other_trackers(draft: Draft) -> str:
 
 @fact
 def has_workers(draft: Draft) -> bool:
-    """Check if the new actor has several processes."""
+    """Check if the new actor runs in several processes."""
     workers = draft.settings.get("actor.num_workers")
     return workers is not None and isinstance(workers.value, int) and workers.value > 1

@@ -21,6 +21,7 @@ def build_numerics(draft: Draft) -> None:
     if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
         draft.find("worker-switch.unknown", SWITCH, given=given)
         return
+    # Engines took sums as well before v0.7.1.
     _sums(draft)
     if has_engines(draft):
         draft.explain_drop(
@@ -163,12 +164,13 @@ def _divisor(draft: Draft, width: Plain) -> str:
 
 
 def _parts(draft: Draft, *, own: int) -> tuple[int, str]:
-    """Return an update's micro-batches on one rank, at least, and how to say so."""
+    """Return an update's micro-batches on one rank, at most, and how to say so."""
     if draft.switch("actor_rollout_ref.actor.use_dynamic_bsz"):
         budget = draft.integer("actor_rollout_ref.actor.ppo_max_token_len_per_gpu") or 1
         longest = (draft.integer("data.max_prompt_length") or 0) + (
             draft.integer(response_key(draft)) or 0
         )
+        # Dynamic micro-batches depend on the data: this many are needed if all samples are longest.
         most = max(1, -(-own * longest // max(1, budget)))
         return most, f"up to {most} micro-batches of {budget} tokens"
     micro = draft.integer("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu") or own
