@@ -93,10 +93,10 @@ def _tr(arguments: list[str], stdin: str | None) -> str | None:
         return "".join(char for char in stdin if char not in first)
     second = (sets[1] if len(sets) == 2 else None) or ""
     if not squeezes and second:
+        # tr repeats the last character of a shorter second set.
         padded = second + second[-1] * max(len(first) - len(second), 0)
-        return stdin.translate(
-            {ord(a): b for a, b in reversed(list(zip(first, padded, strict=False)))}
-        )
+        # Of a character that is twice in the first set the last pair counts, as in GNU's tr.
+        return stdin.translate({ord(a): b for a, b in zip(first, padded, strict=False)})
     if squeezes and len(sets) == 1:
         return re.sub(f"([{re.escape(first)}])\\1+", r"\1", stdin) if first else stdin
     return None
@@ -137,6 +137,7 @@ def _cut(arguments: list[str], stdin: str | None) -> str | None:
     lines = []
     for line in stdin.splitlines():
         parts = line.split(delimiter)
+        # cut prints a line without the delimiter as it is.
         lines.append(
             line
             if len(parts) == 1
