@@ -27,6 +27,11 @@ SIZES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def fork_comparing_processes() -> None:
+    """Start real processes in this file."""
+
+
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
     """Return a model of two layers, whose config says three."""
