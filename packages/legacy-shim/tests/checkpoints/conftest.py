@@ -51,7 +51,7 @@ def _compare(arguments: tuple[str, ...], answer: Path, errors: Path) -> None:
     for file, descriptor in ((answer, 1), (errors, 2)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     sys.argv = ["-c", *arguments]
-    exec(names._PROGRAM, {"__name__": "__main__"})  # noqa: S102  (the program of the real process)
+    exec(names._PROGRAM, {"__name__": "__main__"})
 
 
 @pytest.fixture(autouse=True)

@@ -5,15 +5,12 @@ that raises, dies or hangs names the rank. After a failure the process group is 
 death or a hang the processes are replaced too.
 """
 
-import multiprocessing
 import os
 import pickle
 import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -23,7 +20,7 @@ from temper_engine_api.conformance.harness.rank_process import (
     JobRequest,
     LeaveRequest,
 )
-from temper_engine_api.conformance.harness.rank_start import start_rank
+from temper_engine_api.conformance.harness.rank_start import RankProcess, start_rank
 from temper_engine_api.layout import Layout
 from temper_engine_api.specs import Compute
 
@@ -61,7 +58,7 @@ class RankPool:
         self.compute: Compute = compute
         """Compute dtype of setups that do not set one."""
         self.job_timeout_s = job_timeout_s
-        self._members: list[tuple[BaseProcess, Connection]] = []
+        self._members: list[tuple[RankProcess, Connection]] = []
         self._num_groups = 0
         self._rendezvous: dict[str, str] = {}
         self._group_size = 0
@@ -87,7 +84,7 @@ class RankPool:
         """
         __tracebackhide__ = True
         if not self._members:
-            self._start()
+            self._start(engine)
         name = f"{job.__module__}:{job.__qualname__}"
         if layout.name not in self._rendezvous:
             # This job needs another process group than the last one. NCCL destroys a group only
@@ -118,47 +115,26 @@ class RankPool:
             # killed below.
             connection.close()
         for process, _ in self._members:
-            process.join(timeout=EXIT_TIMEOUT_S)
-            if process.is_alive():
+            if process.wait(EXIT_TIMEOUT_S) is None:
                 process.kill()
-                process.join()
+                process.wait()
         self._members, self._rendezvous, self._group_size = [], {}, 0
 
-    def _start(self) -> None:
-        # Forked ranks would inherit the threads and the CUDA context of the test session.
-        context = multiprocessing.get_context("spawn")
+    def _start(self, engine: str) -> None:
         for index in range(self._num_processes):
-            local_end, remote_end = context.Pipe()
-            # cuBLAS is deterministic only with a fixed workspace, and reads the setting once.
-            # Different hash seeds give each rank another order of sets, as in production, so
-            # that a collective inside a loop over a set fails here.
-            with _environment(
-                OMP_NUM_THREADS="1",
-                CUBLAS_WORKSPACE_CONFIG=":4096:8",
-                PYTHONHASHSEED=str(index + 1),
-                # Progress bars of transformers would stand between the failures.
-                TQDM_DISABLE="1",
-            ):
-                process = context.Process(
-                    target=start_rank,
-                    args=(remote_end,),
-                    kwargs={"index": index, "stack_file": str(self._stack_file(index))},
-                    name=f"conformance-rank-{index}",
-                    # The session terminates daemons when it exits, so an interrupted run leaves no
-                    # ranks behind.
-                    daemon=True,
+            self._members.append(
+                start_rank(
+                    index,
+                    engine=engine if self.device == "cpu" else None,
+                    stack_file=str(self._stack_file(index)),
                 )
-                process.start()
-            # If this process kept a copy open, the death of the rank would not end the connection
-            # in _receive.
-            remote_end.close()
-            self._members.append((process, local_end))
+            )
 
     def _send_to(
         self,
         request: JobRequest | LeaveRequest,
         name: str,
-        members: Sequence[tuple[BaseProcess, Connection]],
+        members: Sequence[tuple[RankProcess, Connection]],
     ) -> list[JobReply]:
         __tracebackhide__ = True
         # Pickle before any send: an argument that cannot be pickled must not leave some ranks in a
@@ -168,9 +144,8 @@ class RankPool:
             try:
                 connection.send_bytes(message)
             except BrokenPipeError:
-                self._fail(
-                    f"rank {index} had exited with code {process.exitcode} before {name} started."
-                )
+                exit_code = process.wait(EXIT_TIMEOUT_S)
+                self._fail(f"rank {index} had exited with code {exit_code} before {name} started.")
         replies = self._collect(name, members)
         errors = [
             f"rank {i} raised in {name}:\n{r.error}"
@@ -205,7 +180,7 @@ class RankPool:
         return self._rendezvous[layout.name]
 
     def _collect(
-        self, job: str, members: Sequence[tuple[BaseProcess, Connection]]
+        self, job: str, members: Sequence[tuple[RankProcess, Connection]]
     ) -> list[JobReply]:
         replies: dict[int, JobReply] = {}
         deadline = time.monotonic() + self.job_timeout_s
@@ -232,14 +207,14 @@ class RankPool:
             reply: JobReply = pickle.loads(connection.recv_bytes())  # noqa: S301
         except (EOFError, ConnectionResetError):
             # The connection may close before the process ends: wait, so that there is an exit code.
-            process.join(timeout=EXIT_TIMEOUT_S)
-            self._fail(f"rank {index} died in {job} with exit code {process.exitcode}.")
+            exit_code = process.wait(EXIT_TIMEOUT_S)
+            self._fail(f"rank {index} died in {job} with exit code {exit_code}.")
         return reply
 
     def _fail_on_timeout(
         self,
         job: str,
-        members: Sequence[tuple[BaseProcess, Connection]],
+        members: Sequence[tuple[RankProcess, Connection]],
         replies: dict[int, JobReply],
     ) -> None:
         lines = [
@@ -258,7 +233,6 @@ class RankPool:
 
     def _read_stack(self, index: int) -> str:
         process = self._members[index][0]
-        assert process.pid is not None
         # The handler of faulthandler runs in C, so it works while the rank waits inside a
         # collective.
         os.kill(process.pid, signal.SIGUSR1)
@@ -275,18 +249,3 @@ class RankPool:
             process.kill()
         self.close()
         raise RankFailureError(f"{message}\nThe rank processes are restarted for the next test.")
-
-
-@contextmanager
-def _environment(**variables: str) -> Iterator[None]:
-    """Set environment variables for processes that are started inside the context."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ |= variables
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
