@@ -109,7 +109,6 @@ HYBRID_FAMILIES = "qwen3_next or qwen3_5 or nemotron_h"
 """Families with linear attention or Mamba layers, as a -k expression."""
 
 NIGHTLY_TESTS_OF_THE_KIT = (
-    "killed_save",
     "offloading_changes_no_number[2-ranks-optimizer",
     "offloading_changes_no_number[2-ranks-parameters",
     "fresh_run[2-ranks-forward_backward_step",
@@ -119,7 +118,7 @@ NIGHTLY_TESTS_OF_THE_KIT = (
     "follows_the_schedule[2-ranks-linear",
     "interrupted_load_is_completed_before_training[2-ranks-load_state",
 )
-"""Parts of names: a test that kills processes, and parameters whose path another one takes."""
+"""Parts of the names of tests, for parameters that share their path with another one."""
 
 MEGATRON_FAMILIES = (
     "mixtral,glm4_moe,deepseek_v3,gpt_oss,gemma3_text,qwen3_next,qwen3_5_text,qwen3_5_moe_text,"

@@ -132,7 +132,8 @@ def test_failed_installation_shows_its_last_lines_and_the_log(tmp_path: Path) ->
         environment._run(tmp_path, command, action="installing it")
 
 
-@pytest.mark.slow
+# Nightly: it installs virtualenv, which takes longer than the other tests of the file.
+@pytest.mark.nightly
 def test_python_without_venv_creates_the_environment_with_pip(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,8 @@ def test_template_requires_the_contract_of_this_checkout() -> None:
     assert 'version = "0.2.' in (ROOT / "packages/engine-api/pyproject.toml").read_text()
 
 
+# Nightly: the kit's own tests start its command every day.
+@pytest.mark.nightly
 def test_kit_starts_here_with_only_the_plugins_of_its_extra() -> None:
     oracle = "temper_engine_api.conformance.oracle:OracleEngine"
     kit = [

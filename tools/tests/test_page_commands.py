@@ -100,6 +100,8 @@ def test_translated_script_is_checked_too(tmp_path: Path) -> None:
     assert "did you mean algorithm.group_size?" in message
 
 
+# Nightly: the step `docs` runs the commands of such a page every day.
+@pytest.mark.nightly
 def test_commands_about_checkpoints_run_on_a_real_one(tmp_path: Path) -> None:
     program = (
         "temper-migrate checkpoint checkpoints/ --check\n"

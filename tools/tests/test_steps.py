@@ -12,6 +12,7 @@ import pytest
 
 from tools.steps import (
     ENVIRONMENT,
+    NIGHTLY_TESTS_OF_THE_KIT,
     NUM_PARALLEL_STEPS,
     STEPS,
     Counts,
@@ -53,6 +54,13 @@ def _pytest_step(file: Path) -> Step:
 def test_a_step_that_passes_counts_as_one(tmp_path: Path) -> None:
     result = run_step(_step("print('hello')", "pass"), python=PYTHON, root=tmp_path)
     assert (result.failures, result.counts, result.tail) == ((), Counts(passed=1), ("hello",))
+
+
+def test_tests_that_are_left_to_the_night_exist() -> None:
+    kit = ROOT / "packages/engine-api/src/temper_engine_api/conformance/tests"
+    sources = "".join(file.read_text() for file in kit.glob("test_*.py"))
+    for name in NIGHTLY_TESTS_OF_THE_KIT:
+        assert f"{name.partition('[')[0]}(" in sources, name
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, "1"), ("3", "3")])

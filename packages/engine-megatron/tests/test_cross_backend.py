@@ -94,7 +94,15 @@ def test_run_continues_in_the_other_engine(
     ("first", "before", "second", "after"),
     [
         pytest.param("megatron", MEGATRON["ep2"], "fsdp", TWO_RANKS, id="ep2-to-fsdp"),
-        pytest.param("fsdp", TWO_RANKS, "megatron", MEGATRON["ep2"], id="fsdp-to-ep2"),
+        # Nightly: an adapter of experts takes this way every day.
+        pytest.param(
+            "fsdp",
+            TWO_RANKS,
+            "megatron",
+            MEGATRON["ep2"],
+            id="fsdp-to-ep2",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             "fsdp",
             ONE_RANK,

@@ -41,6 +41,8 @@ def find_port() -> int:
     raise OSError("100 ports from 20000 to 32767 are in use")
 
 
+# Nightly: test_golden_workers.py compares the same workers on two ranks without Ray.
+@pytest.mark.nightly
 @pytest.mark.bitwise
 @pytest.mark.usefixtures("cluster")
 def test_two_ray_actors_train_on_their_chunks_and_agree_with_each_other(

@@ -85,7 +85,8 @@ def written_by(directory: Path, *overrides: str) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+# Nightly: programs that look for secrets are among those of test_escapes.py.
+@pytest.mark.nightly
 def test_secrets_of_the_trainer_are_not_in_the_files_of_a_run(
     tmp_path: Path, needs_bubblewrap: None
 ) -> None:

@@ -279,6 +279,8 @@ def test_server_that_does_not_listen_is_named() -> None:
         connect("127.0.0.1:1")
 
 
+# Nightly: a killed driver's folder is removed by the same function, which test_leftovers.py tests.
+@pytest.mark.nightly
 def test_folder_of_a_killed_server_is_removed_by_the_next_one(
     listen: Callable[..., Listener], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
