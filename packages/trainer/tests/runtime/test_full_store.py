@@ -63,8 +63,6 @@ def group() -> Iterator[WorkerGroup]:
     ray.shutdown()
 
 
-# Nightly: it fills Ray's object store, which takes a quarter of a minute.
-@pytest.mark.nightly
 def test_arguments_that_do_not_fit_are_reported_and_the_worker_stays_usable(
     group: WorkerGroup,
 ) -> None:
