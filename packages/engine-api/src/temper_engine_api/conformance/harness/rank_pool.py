@@ -8,6 +8,7 @@ death or a hang the processes are replaced too.
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
@@ -121,11 +122,13 @@ class RankPool:
         self._members, self._rendezvous, self._group_size = [], {}, 0
 
     def _start(self, engine: str) -> None:
+        # A forked process can use neither CUDA nor Apple's libraries if they were loaded before.
+        is_imported_once = self.device == "cpu" and sys.platform != "darwin"
         for index in range(self._num_processes):
             self._members.append(
                 start_rank(
                     index,
-                    engine=engine if self.device == "cpu" else None,
+                    engine=engine if is_imported_once else None,
                     stack_file=str(self._stack_file(index)),
                 )
             )

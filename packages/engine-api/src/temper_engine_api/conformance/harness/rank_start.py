@@ -41,7 +41,7 @@ class _ForkRequest:
     index: int
     stack_file: str
     engine: str | None
-    """Name of an engine that the server imports before it forks; None on CUDA devices."""
+    """Name of an engine that the server imports before it forks; None for no imports."""
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
     path: list[str] = field(default_factory=lambda: list(sys.path))
     folder: str = field(default_factory=os.getcwd)
@@ -79,8 +79,8 @@ def start_rank(
 
     Args:
         index: Rank of the process in every process group that it joins.
-        engine: Name of the engine to import first. None if importing may initialize CUDA, which
-            a forked process could not use.
+        engine: Name of the engine that the server imports first; None if what it loads would not
+            work in a forked process.
         stack_file: File that SIGUSR1 writes the current stack to.
 
     Returns:
@@ -197,8 +197,11 @@ def _run_rank(request: _ForkRequest, server: Connection, jobs: Connection) -> No
     os.environ |= request.environment | _VARIABLES
     sys.path[:] = request.path
     os.chdir(request.folder)
+    gc.disable()
     from temper_engine_api.conformance.harness.rank_process import serve_jobs
 
+    gc.freeze()
+    gc.enable()
     serve_jobs(jobs, index=request.index, stack_file=request.stack_file)
 
 
