@@ -153,6 +153,19 @@ def test_a_rank_that_dies_is_named_with_its_exit_code(rank_pool):
         run(rank_pool, die)
 
 
+def variable(rank, *, name):
+    return os.environ.get(name)
+
+
+def test_new_ranks_have_the_environment_of_the_session(tmp_path, monkeypatch):
+    # The process that they are forked from has started before.
+    for value in ("first", "second"):
+        monkeypatch.setenv("TEMPER_TEST_OF_RANKS", value)
+        pool = RankPool(1, folder=tmp_path)
+        assert run(pool, variable, world_size=1, name="TEMPER_TEST_OF_RANKS") == [value]
+        pool.close()
+
+
 def test_a_rank_that_hangs_is_named_with_its_stack(tmp_path):
     pool = RankPool(2, folder=tmp_path)
     run(pool, raise_on, index=7)

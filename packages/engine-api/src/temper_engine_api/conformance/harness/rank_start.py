@@ -1,8 +1,8 @@
 """Start rank processes, forked from servers that have done the imports.
 
-Imports of torch and an engine take longer than most tests. A server does them once for all ranks
-of a session, and for those that replace killed ones. The first module that a server imports;
-it imports neither torch nor an engine.
+Importing torch and an engine takes longer than most tests. A server imports them once for all ranks
+of a session, and for those that replace killed ranks. This is the first module that a server
+imports, so at its top it imports neither torch nor an engine.
 """
 
 import atexit
@@ -58,7 +58,7 @@ class _WaitRequest:
 class RankProcess:
     """A rank, which is a child process of a server."""
 
-    def __init__(self, pid: int, *, server: "_RankServer") -> None:
+    def __init__(self, pid: int, *, server: "_ForkServer") -> None:
         self.pid = pid
         self._server = server
 
@@ -97,7 +97,7 @@ def start_rank(
     return RankProcess(pid, server=server), local_end
 
 
-class _RankServer:
+class _ForkServer:
     """A process that forks ranks."""
 
     def __init__(self, index: int) -> None:
@@ -130,12 +130,12 @@ class _RankServer:
         return answer
 
 
-_servers: dict[int, _RankServer] = {}
+_servers: dict[int, _ForkServer] = {}
 
 
-def _find_server(index: int) -> _RankServer:
+def _find_server(index: int) -> _ForkServer:
     if index not in _servers or not _servers[index].is_alive:
-        _servers[index] = _RankServer(index)
+        _servers[index] = _ForkServer(index)
     return _servers[index]
 
 
