@@ -19,8 +19,8 @@ Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and 
 need Ray and four GPUs. The runs `tool-sync`, `tool-async` and `vllm-distillation` need vLLM: name
 its interpreter with `--rollout-python`. The first two call a calculator at every `=`, and the third
 one has a vLLM server for the teacher, too. `long-sync` and `long-async` are `tool-sync` and
-`tool-async` with 512 rollouts per step on problems of up to eight operations; the same command
-continues them from their last checkpoint. All servers and the actor share the GPU.
+`tool-async` with 512 rollouts per step on problems of up to eight operations, both from the warm
+start of `long-sync`; the same command continues them from their last checkpoint. All servers and the actor share the GPU.
 Name runs with Ray or vLLM with `--runs`, also `grpo-te` and `grpo-te-float8`, which need
 TransformerEngine.
 """
@@ -54,9 +54,7 @@ SHAPE = {
 }
 """Layer sizes of Qwen/Qwen2.5-0.5B."""
 TEACHER = "grpo"
-"""Name of the run whose saved model is the teacher of `distillation`, and whose warm start is the
-base model of the runs in `FROM_WARM_START`.
-"""
+"""Name of the run whose saved model is the teacher of `distillation`."""
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "ppo": ("algorithm=ppo", "algorithm.group_size=4", "critic.engine.optimizer.lr=3e-5"),
@@ -103,6 +101,8 @@ FROM_WARM_START: dict[str, tuple[str, ...]] = {
     ),
 }
 """Configuration overrides of runs that start from the warm start of `grpo`."""
+WARM_START_OF = dict.fromkeys(FROM_WARM_START, "grpo") | {"long-async": "long-sync"}
+"""Runs that start from the warm start of another run, which must be complete."""
 SUPERVISED_RUNS = ("sft", "dpo", "reward-model")
 """Runs without sampling, so without rewards or evaluations during training."""
 _TOOL = (
@@ -217,16 +217,18 @@ def list_overrides(
         placement = ["runtime.cpus_per_worker=0.5" if rehearse else "runtime.gpus_per_worker=1"]
     chosen = (RUNS | FROM_WARM_START | VLLM_RUNS | TRANSFORMER_ENGINE_RUNS | RAY_RUNS)[name]
     base: list[str] = []
-    if name in FROM_WARM_START:
+    if name in WARM_START_OF:
+        start = out / WARM_START_OF[name]
         # Without the sizes and the settings of the warm start, which the saved model replaces.
         size = [each for each in size if not each.startswith(("warm_start.", architecture))]
         tiny = [each for each in tiny if not each.startswith("warm_start.")]
+        chosen = tuple(each for each in chosen if not each.startswith("warm_start."))
         base = [
             "warm_start=null",
             f"~{architecture}",
-            f"actor.engine.model.path={out / TEACHER / 'warm_start' / 'huggingface'}",
+            f"actor.engine.model.path={start / 'warm_start' / 'huggingface'}",
             "data.tokenizer.kind=pretrained",
-            f"data.tokenizer.path={out / TEACHER / 'tokenizer'}",
+            f"data.tokenizer.path={start / 'tokenizer'}",
         ]
         if any(each.startswith("task=") for each in chosen):
             unused = ("data.eval.", "run.eval_", "rollout.")
@@ -234,12 +236,13 @@ def list_overrides(
             tiny = [each for each in tiny if not each.startswith(unused)]
     return [
         "experiment=quickstart",
-        *(tiny if rehearse else size),
+        *([] if rehearse else size),
         f"run.dir={out / name}",
         "run.save_every=1000",
         *teacher,
         *base,
         *(each.replace("PAIRS", str(out / "pairs.jsonl")) for each in chosen),
+        *(tiny if rehearse else []),
         *placement,
     ]
 
