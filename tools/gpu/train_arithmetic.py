@@ -20,9 +20,9 @@ need Ray and four GPUs. The runs `tool-sync`, `tool-async` and `vllm-distillatio
 its interpreter with `--rollout-python`. The first two call a calculator at every `=`, and the third
 one has a vLLM server for the teacher, too. `long-sync` and `long-async` are `tool-sync` and
 `tool-async` with 512 rollouts per step on problems of up to eight operations, both from the warm
-start of `long-sync`; the same command continues them from their last checkpoint. All servers and the actor share the GPU.
-Name runs with Ray or vLLM with `--runs`, also `grpo-te` and `grpo-te-float8`, which need
-TransformerEngine.
+start of `long-sync`; the same command continues them from their last checkpoint. All servers and
+the actor share the GPU. Name runs with Ray or vLLM with `--runs`, also `grpo-te` and
+`grpo-te-float8`, which need TransformerEngine.
 """
 
 import argparse
