@@ -33,9 +33,9 @@ from .examples import example_of
 
 SOURCES = Path(__file__).parents[2] / "src/temper_legacy_shim/configs"
 BRACES = re.compile(r"\{(\w+)\}")
-WORDS = {"since", "before", "set", "has", "given", "on", "is"}
+WORDS = {"since", "before", "set", "has", "given", "on", "is", "differs"}
 """Words of conditions; any other word is a fact."""
-BLOCKS = {"engine", "parent", "model", "megatron", "optim", "fsdp"}
+BLOCKS = {"role", "block", "engine", "parent", "model", "megatron", "optim", "fsdp", "sharding"}
 """Names that a role gives to its rows; see ``OldRole.blocks``."""
 FROM_HISTORY = {"2231", "4665"}
 """Pull requests that only verl's own history names: one_step_off_policy, and TensorRT as a rollout
@@ -155,8 +155,8 @@ def test_every_step_is_applied_by_a_builder() -> None:
 
 def message_of(row: Row) -> str:
     """Return the name of the message that a row finds, or gives as a reason."""
-    other = row.words.get("else", "")
-    return row.argument if not row.sets else other[1:] if other[:1] in ("?", "!") else ""
+    reported = re.search("[?!](.+)", row.words.get("else", ""))
+    return row.argument if not row.sets else reported[1] if reported else ""
 
 
 def test_every_message_has_a_position_that_finds_it() -> None:
@@ -180,7 +180,7 @@ def test_rows_read_old_keys_that_the_table_explains() -> None:
     keys = {
         key
         for row in table_rows()
-        for part in row.old.split(" and ")
+        for part in re.split(" and | or ", row.old)
         for key in alternatives(part)
         if key and not BRACES.search(part)
     }
@@ -198,6 +198,7 @@ def test_rows_set_new_keys_of_their_own_rule() -> None:
     for row in table_rows():
         rule = rule_of(row.rule)
         blocks = {"engine": "actor.engine", "source": "data.train", "teacher": "", "argument": ""}
+        blocks |= {"reject_rule": "", "first_rule": "", "new_column": "prompt"}
         key = row.new.format(**blocks)
         assert not row.sets or any(f"{key}.".startswith(f"{own}.") for own in new_keys(rule)), row
 
@@ -295,7 +296,7 @@ def fields_of(template: str) -> set[str]:
 
 
 def test_calls_give_every_value_that_their_message_shows() -> None:
-    assert len(find_calls()) > 50
+    assert len(find_calls()) > 40
     for name, given in find_calls():
         assert fields_of(messages()[name][1]) - {"version", "key"} == given, name
 
@@ -316,12 +317,13 @@ def given_names() -> dict[str, set[str]]:
 
 def names_of(row: Row) -> set[str]:
     """Return the facts, and values from the builder, that a row reads; not those of messages."""
-    keys = [text for each in row.when for text in (each.key, each.argument)]
+    keys = [text for each in (*row.when, *row.when_key) for text in (each.key, each.argument)]
     names = set(BRACES.findall(" ".join((row.old, row.new, *keys))))
     names |= {each.word for each in row.when if each.word.isidentifier()} - WORDS
     # A key without a dot, in front of a word, is a fact or a configuration group.
     names |= {each.key for each in row.when if each.key in FACTS}
-    return names | ({row.argument} if row.converter in ("fact", "words") else set()) - {""}
+    of_value = row.argument if row.converter in ("fact", "words") else row.factor
+    return (names | {of_value}) - {""}
 
 
 def test_every_name_of_a_row_is_a_fact_or_comes_from_the_builder() -> None:

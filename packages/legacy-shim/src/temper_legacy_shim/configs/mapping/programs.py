@@ -51,28 +51,18 @@ def paths_of(draft: Draft, key: str) -> list[str]:
 def put_source(draft: Draft, *, new: str, old: str) -> bool:
     """Set a data source; return False if there is none."""
     paths = paths_of(draft, old)
-    if not paths:
-        return False
     kinds = {"jsonl" if path.endswith((".jsonl", ".json")) else "parquet" for path in paths}
-    if len(kinds) > 1:
-        draft.find("data-files.mixed", old)
-    if any(path.endswith(".json") for path in paths):
-        draft.find("data-files.json", old)
-    single = not isinstance(draft.old.get(old), list)
-    draft.put(
-        f"{new}.paths",
-        list(paths),
-        rule="data-files",
-        old=[old],
-        verbatim=not single and paths == draft.old.get(old),
+    apply_rows(
+        draft,
+        "files",
+        source=new,
+        files=old,
+        paths=paths,
+        kind=next(iter(kinds)) if len(kinds) == 1 else "parquet",
+        is_mixed=len(kinds) > 1,
+        has_json=any(path.endswith(".json") for path in paths),
     )
-    draft.put(
-        f"{new}.name",
-        sorted(kinds)[-1] if len(kinds) == 1 else "parquet",
-        rule="data-kind",
-        old=[old],
-    )
-    return True
+    return bool(paths)
 
 
 def sources(draft: Draft) -> list[str]:
@@ -162,24 +152,15 @@ def _micro(draft: Draft, role: OldRole) -> int:
 
 
 def _columns(draft: Draft) -> None:
-    for new, column, fields in (
-        ("prompt_key", "prompt_key", "prompt_dict_keys"),
-        ("answer_key", "response_key", "response_dict_keys"),
-    ):
-        key, inner = draft.text(f"data.{column}"), draft.old.get(f"data.{fields}")
-        names = (
-            [str(name) for name in inner]
-            if isinstance(inner, list)
-            else [str(inner)]
-            if inner
-            else []
-        )
+    for new, column in (("prompt", "prompt"), ("answer", "response")):
+        fields = f"{column}_dict_keys"
+        inner = draft.old.get(f"data.{fields}")
+        names = [str(name) for name in (inner if isinstance(inner, list) else [inner]) if name]
         if len(names) > 1:
             draft.find("sft-columns", f"data.{fields}", fields=fields, names=names)
-        path = ".".join([key, *names[:1]])
+        path = ".".join([draft.text(f"data.{column}_key"), *names[:1]])
         for source in sources(draft):
-            old = [f"data.{column}", f"data.{fields}"]
-            draft.put(f"{source}.{new}", path, rule="sft-columns", old=old)
+            apply_rows(draft, "column", source=source, new_column=new, column=column, path=path)
     apply_rows(draft, "columns")
 
 
@@ -203,22 +184,6 @@ _MICRO_BATCH = 16384
 def build_generate_task(draft: Draft) -> None:
     apply_rows(draft, "generation")
     is_server = draft.old.has("actor_rollout_ref.rollout.n")  # composed on the tree of main_ppo
-    path = (
-        "actor_rollout_ref.model.path"
-        if draft.text("actor_rollout_ref.model.path")
-        else "model.path"
-    )
-    if draft.text(path):
-        here = from_home(draft.text(path))
-        draft.put(
-            "actor.engine.model.path",
-            here,
-            rule="model-path",
-            old=[path],
-            verbatim=here == draft.text(path),
-        )
-    else:
-        draft.find("model-path.generation", "model.path")
     files = "data.path" if draft.text("data.path") else "data.train_files"
     if not put_source(draft, new="data.train", old=files):
         draft.find("data-files.no-path", "data.path")

@@ -7,22 +7,26 @@ Columns:
     step: the step.
     rule: the row of rules.tsv that it belongs to, which reports show.
     new: the new key; ``-`` for a finding or a reason, unless its message shows ``{new}``.
-    old: the old key. ``A and B``: B is a further source. ``x.{a,b}``: each in turn. Empty: the
-        value depends on no key.
-    how: a converter, or ``find NAME`` and ``drop NAME`` for a message of messages.tsv.
+    old: the old key. ``A or B``: the first that has a value. ``A and B``: B is a further source.
+        ``x.{a,b}``: each in turn. Empty: the value depends on no key.
+    how: a converter, or ``find NAME`` and ``drop NAME`` for a message of messages.tsv. With
+        ``last`` before it, or ``last`` alone, no later row of the step is applied.
     when: conditions with commas between them; all have to hold.
     why: the function of verl, or the reason, behind a row that is not obvious.
 
 Converters:
     number, any: the value as it is, which keeps its spelling in a script.
     integer, size: a whole number; size is 1 instead of none or 0. Both keep the spelling.
+        ``integer times NAME`` multiplies it by a fact.
+    path: a file or folder, in which ``~/`` becomes the home folder.
+    list: a list; another value counts as none.
     text, float, switch, natural (0 if negative), count (0 or 1), frequency (0 if unset or never):
         a value of that type, which keeps its spelling after ``verbatim``.
     value X, group X: a constant; the choice of a configuration group.
     fact NAME: the result of a fact.
     words a=b unset=u else=z: a word for a word; ``words NAME: a=b else=z`` for that of a fact.
-        ``else=?MESSAGE`` reports other words as ``{word}``, and the known ones as ``{names}``.
-        ``else=!MESSAGE`` ends the step as well.
+        ``else=?MESSAGE`` reports other words as ``{word}``, and the known ones as ``{names}``;
+        ``else=z?MESSAGE`` sets z as well. ``else=!MESSAGE`` ends the step.
 
 ``or X`` after a converter is the value for a key without one. Without it such a row sets nothing.
 For number, any and switch it only counts in a release without the key.
@@ -31,14 +35,16 @@ Conditions, which ``not`` negates:
     since V, before V: the release is V or later, or an older one.
     set, has, given: the user set the key; it is in the tree; its value is a text other than null.
     on, is A|B: the value is true, or one of these texts.
+    differs KEY: the two keys have different values.
     > N, <= N: it is above N, or up to N: its whole part, or the number if N has a point (0.0).
     KEY before any of these words: compare that key and not the row's. For ``is`` it may also be a
         new key, which comes before an old one of the same name, or a fact.
     NAME: the fact is true.
 
-Facts are functions of the draft that ``@fact`` registers. Names in braces, in keys and conditions,
-are facts or values that the builder passes. Messages may show these, and ``{key}``, ``{value}`` (of
-the old key), ``{old[KEY]}`` and ``{settings[KEY]}``.
+Facts are functions of the draft that ``@fact`` registers, and those of the draft and a role that
+``@role_fact`` does. Names in braces, in keys and conditions, are facts or values that the builder
+passes. Messages may show these, and ``{key}``, ``{value}`` (of the old key), ``{old[KEY]}`` and
+``{settings[KEY]}``.
 """
 
 import re
@@ -48,21 +54,29 @@ from functools import cache, lru_cache
 from typing import TypeVar, cast
 
 from temper_legacy_shim.configs.mapping.builder import Draft, messages, read_table
-from temper_legacy_shim.configs.reading.config_values import Plain, parse_value
+from temper_legacy_shim.configs.reading.config_values import Plain, from_home, parse_value
 from temper_legacy_shim.configs.reading.trees import versions
 
 Result = TypeVar("Result")
-FACTS: dict[str, Callable[[Draft], object]] = {}
+Role = TypeVar("Role")
+FACTS: dict[str, Callable[..., object]] = {}
 """Functions of the draft, by the name that rows use."""
-_MAY_BE_NONE = ("integer", "text", "float", "switch")
+_ROLE_FACTS: set[str] = set()
+"""Names of those that take the role, too."""
+_MAY_BE_NONE = ("integer", "text", "float", "switch", "path", "list")
 CONVERTERS = (
     *("number", "any", "size", "natural", "count", "frequency", "value", "group", "fact", "words"),
     *_MAY_BE_NONE,
 )
+_KEY_WORDS = ("set", "has", "given", "on")
 _CONDITION = re.compile(
     r"(?P<not>not )?(?:(?P<key>\S+) )?"
-    r"(?:(?P<plain>set|has|given|on)|(?P<word>since|before|is|>|<=) (?P<argument>\S+))"
+    rf"(?:(?P<plain>{'|'.join(_KEY_WORDS)})"
+    r"|(?P<word>since|before|is|differs|>|<=) (?P<argument>\S+))"
 )
+
+_REPORTED = re.compile(r"(?P<value>[^?!]*)(?P<mark>[?!])(?P<message>.+)")
+"""Result of a word that is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +88,11 @@ class Condition:
     """Key before the word; empty for that of the row."""
     argument: str = ""
 
+    @property
+    def is_of_key(self) -> bool:
+        """True if it depends on the old key of the row."""
+        return not self.key and self.word in (*_KEY_WORDS, "is", "differs", ">", "<=")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -81,24 +100,38 @@ class Row:
     new: str
     old: str
     converter: str
-    """A converter, find or drop."""
+    """A converter, find or drop; empty if the row only ends the step."""
     argument: str
     """Text after it: the name of a message or fact, or ``or X``."""
     default: Plain
     """X of ``or X``, and of ``value X`` and ``group X``."""
     words: Mapping[str, str]
+    factor: str
+    """Fact that a whole number is multiplied by."""
     is_verbatim: bool
+    is_last: bool
+    """True if it ends the step."""
     when: tuple[Condition, ...]
+    """Conditions that are the same for each old key of the row."""
+    when_key: tuple[Condition, ...]
+    """Conditions on an old key."""
 
     @property
     def sets(self) -> bool:
         """True if it sets its new key."""
-        return self.converter not in ("find", "drop")
+        return self.converter not in ("find", "drop", "")
 
 
 def fact(function: Callable[[Draft], Result]) -> Callable[[Draft], Result]:
     """Let rows use a function of the draft by its name: in conditions, keys and messages."""
     FACTS[function.__name__] = function
+    return function
+
+
+def role_fact(function: Callable[[Draft, Role], Result]) -> Callable[[Draft, Role], Result]:
+    """Let the rows of a role use a function of the draft and the role by its name."""
+    FACTS[function.__name__] = function
+    _ROLE_FACTS.add(function.__name__)
     return function
 
 
@@ -130,8 +163,10 @@ def _parse_row(cells: list[str]) -> Row:
             "with tabs between them."
         )
     _, rule, new, old, how, when, _ = cells
+    is_last = how.partition(" ")[0] == "last"
+    how = how.removeprefix("last").lstrip() if is_last else how
     converter, _, rest = how.removeprefix("verbatim ").partition(" ")
-    argument = rest
+    argument, factor = ("", rest[6:]) if rest.startswith("times ") else (rest, "")
     default: Plain = None
     words: dict[str, str] = {}
     if converter in ("find", "drop"):
@@ -139,10 +174,11 @@ def _parse_row(cells: list[str]) -> Row:
     elif converter == "words":
         argument, _, pairs = rest.rpartition(": ")
         words = _parse_words(pairs)
-    elif converter not in CONVERTERS:
+    elif (converter not in CONVERTERS and how) or (factor and converter != "integer"):
         raise ValueError(f"unknown converter {how!r}. Choose one of {', '.join(CONVERTERS)}.")
     elif converter != "fact":
         default = parse_value(rest.removeprefix("or "))[0]
+    conditions = [_parse_condition(text) for text in filter(None, when.split(", "))]
     return Row(
         rule=rule,
         new=new,
@@ -151,10 +187,13 @@ def _parse_row(cells: list[str]) -> Row:
         argument=argument,
         default=default,
         words=words,
+        factor=factor,
         # A script may only keep the spelling of the one key that is the value.
-        is_verbatim=(how.startswith("verbatim ") or converter in ("integer", "size"))
+        is_verbatim=(how.startswith("verbatim ") or converter in ("integer", "size", "path"))
         and " and " not in old,
-        when=tuple(_parse_condition(text) for text in filter(None, when.split(", "))),
+        is_last=is_last,
+        when=tuple(each for each in conditions if not each.is_of_key),
+        when_key=tuple(each for each in conditions if each.is_of_key),
     )
 
 
@@ -170,8 +209,9 @@ def _parse_words(text: str) -> dict[str, str]:
     words = {old: new for old, _, new in pairs if new}
     if "else" not in words or len(words) < len(pairs):
         raise ValueError(f"words are pairs such as a=b, and else=z, but not {text!r}.")
-    if words["else"][0] in "?!":
-        _check_message(words["else"][1:], is_reason=False)
+    for new in words.values():
+        if match := _REPORTED.fullmatch(new):
+            _check_message(match["message"], is_reason=False)
     return words
 
 
@@ -209,13 +249,23 @@ class _Names(dict[str, object]):
                 f"rows.tsv or messages.tsv use {name!r}, which is no fact and was not passed to "
                 f"apply_rows. Write a function {name}(draft) with @fact, or pass a value."
             )
+        if name in _ROLE_FACTS:
+            return FACTS[name](self.draft, self["role"])
         return FACTS[name](self.draft)
 
     def fill(self, text: str) -> str:
         """Replace names in braces; alternatives such as ``{a,b}`` stay as they are."""
         if "{" not in text:
             return text
-        return re.sub(r"\{(\w+)\}", lambda match: str(self[match[1]]), text)
+        parts = list(_split_names(text))
+        parts[1::2] = [str(self[name]) for name in parts[1::2]]
+        return "".join(parts)
+
+
+@lru_cache(maxsize=1024)
+def _split_names(text: str) -> list[str]:
+    """Return texts, and the names in braces between them."""
+    return re.split(r"\{(\w+)\}", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +278,8 @@ class _Lookup:
         return self.get(key)
 
 
-def apply_rows(draft: Draft, step: str, **given: object) -> None:
-    """Apply the rows of a step to the draft, in their order.
+def apply_rows(draft: Draft, step: str, **given: object) -> bool:
+    """Apply the rows of a step to the draft, in their order; return False if a row ended it.
 
     Args:
         draft: the translation; changed in place.
@@ -238,11 +288,17 @@ def apply_rows(draft: Draft, step: str, **given: object) -> None:
     """
     names = _Names(draft, given)
     for row in steps()[step]:
+        if not _all_hold(draft, row.when, "", names):
+            continue
         for keys in _key_lists(names.fill(row.old)):
-            if all(_holds(draft, each, keys[0], names) for each in row.when):
-                is_last = _apply(draft, row, keys, names)
-                if is_last:
-                    return
+            if " or " in keys[0]:
+                choices = keys[0].split(" or ")
+                keys = (next(filter(draft.text, choices), choices[0]), *keys[1:])
+            if _all_hold(draft, row.when_key, keys[0], names):
+                is_end = _apply(draft, row, keys, names)
+                if is_end or row.is_last:
+                    return False
+    return True
 
 
 @lru_cache(maxsize=4096)
@@ -277,10 +333,19 @@ def alternatives(text: str) -> list[str]:
     ]
 
 
+def _all_hold(draft: Draft, conditions: tuple[Condition, ...], key: str, names: _Names) -> bool:
+    # A loop is faster than all() of a generator, and runs for each row.
+    for each in conditions:  # noqa: SIM110
+        if not _holds(draft, each, key, names):
+            return False
+    return True
+
+
 def _holds(draft: Draft, condition: Condition, key: str, names: _Names) -> bool:
     """Check a condition on the old key of a row, or on the one that it names."""
-    compared = names.fill(condition.key) or key
-    argument = names.fill(condition.argument)
+    compared, argument = condition.key or key, condition.argument
+    if "{" in compared or "{" in argument:
+        compared, argument = names.fill(compared), names.fill(argument)
     match condition.word:
         case "since":
             result = draft.since(argument)
@@ -295,6 +360,8 @@ def _holds(draft: Draft, condition: Condition, key: str, names: _Names) -> bool:
             result = draft.text(compared).lower() not in ("", "null", "none")
         case "on":
             result = draft.switch(compared)
+        case "differs":
+            result = draft.old.get(compared) != draft.old.get(argument)
         case "is":
             result = _text_of(draft, compared, names) in argument.split("|")
         case ">" | "<=":
@@ -318,7 +385,8 @@ def _text_of(draft: Draft, compared: str, names: _Names) -> str:
 def _apply(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool:
     """Do what a row says; return True if an unknown word ends the step."""
     if not row.sets:
-        _report(draft, row, keys, names)
+        if row.converter:
+            _report(draft, row, keys, names)
         return False
     old, new = keys[0], names.fill(row.new)
     if row.converter in ("number", "any"):
@@ -327,22 +395,27 @@ def _apply(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> bool
         if row.argument and not draft.old.has(old):
             draft.put(new, row.default, rule=row.rule)
         return False
-    value = _value_of(draft, row, old, names)
-    if row.converter == "words" and str(value)[0] in "?!":
+    value, is_end = _value_of(draft, row, old, names), False
+    if row.converter == "words" and (match := _REPORTED.fullmatch(str(value))):
         word = str(names[row.argument]) if row.argument else draft.text(old)
         known = ", ".join(each for each in row.words if each not in ("unset", "else"))
-        draft.find(str(value)[1:], old, word=word, names=known)
-        return str(value)[0] == "!"
+        draft.find(match["message"], old, word=word, names=known)
+        is_end = match["mark"] == "!"
+        if not match["value"]:
+            return is_end
+        value = match["value"]
     if value is not None or row.converter not in _MAY_BE_NONE or row.argument:
+        is_other = row.factor or row.converter in ("path", "fact")
+        is_changed = is_other and value != draft.old.get(old)
         draft.put(
             new,
             row.default if value is None else value,
             rule=row.rule,
             old=keys if old else [],
-            verbatim=row.is_verbatim,
+            verbatim=row.is_verbatim and not is_changed,
             group=row.converter == "group",
         )
-    return False
+    return is_end
 
 
 def _report(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> None:
@@ -354,7 +427,9 @@ def _report(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> Non
         "old": _Lookup(draft.text),
         "settings": _Lookup(draft.value),
     }
-    if "{value" in template:  # a reason may be about a block, whose value takes long to compose
+    if (
+        "{value" in template and "value" not in names
+    ):  # a reason may be about a block, whose value takes long to compose
         shown["value"] = draft.old.get(keys[0])
     text = template.format_map(_Names(draft, {**names, **shown}))
     if level == "dropped":
@@ -376,6 +451,11 @@ def _value_of(draft: Draft, row: Row, old: str, names: _Names) -> Plain:
             return row.words.get(word or "unset", row.words["else"])
         case "text":
             return draft.text(old) or None
+        case "path":
+            return from_home(draft.text(old)) or None
+        case "list":
+            value = draft.old.get(old)
+            return value if isinstance(value, list) else None
         case "switch":
             return draft.switch(old) if draft.old.has(old) else None
         case "count":
@@ -391,4 +471,4 @@ def _value_of(draft: Draft, row: Row, old: str, names: _Names) -> Plain:
             return integer or cast("int | None", row.default) or 1
         case "natural":
             return max(0, integer or 0)
-    return integer
+    return integer * cast("int", names[row.factor]) if integer and row.factor else integer

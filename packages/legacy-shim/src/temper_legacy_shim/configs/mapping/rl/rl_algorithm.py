@@ -16,9 +16,6 @@ from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 
 ACTOR = "actor_rollout_ref.actor"
 _DEVIATION = "algorithm.norm_adv_by_std_in_grpo"
-_ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-_KL_CLAMP = 10.0
-"""Bound on the k3 of a token; a constant of every release."""
 
 
 def build_algorithm(draft: Draft) -> None:
@@ -26,7 +23,7 @@ def build_algorithm(draft: Draft) -> None:
     for step in ("advantage", "policy-loss", "clip", "aggregation", "kl"):
         apply_rows(draft, step)
     if needs_ref(draft):
-        _set_kl_estimator(draft)
+        apply_rows(draft, "kl-estimator")
         apply_rows(draft, "kl-reference")
     apply_rows(draft, "advantage-numbers")
 
@@ -158,32 +155,11 @@ def kl_target(draft: Draft) -> float:
     return draft.number(f"{kl_ctrl(draft)}.target_kl") or 0.1
 
 
-def _set_kl_estimator(draft: Draft) -> None:
-    """Set the estimator of the KL, which is one for the loss and the reward."""
-    in_loss = has_kl_loss(draft)
-    keys = [f"{ACTOR}.kl_loss_type"] * in_loss
-    keys += ["algorithm.kl_penalty"] * has_kl_reward(draft)
-    # kl_penalty() of verl: kl is k1, mse is k2 and low_var_kl is k3. A + means the straight-through
-    # form, which v0.8.0 brought.
-    words = {key: draft.text(key) or ("low_var_kl" if "loss" in key else "kl") for key in keys}
-    values = {key: _ESTIMATORS.get(word.removesuffix("+")) for key, word in words.items()}
-    for key, word in words.items():
-        if values[key] is None:
-            draft.find("kl-estimator.unknown", key, word=word)
-            return
-        if word.endswith("+") and not draft.since("v0.8.0"):
-            draft.find("kl-estimator.plus", key, word=word)
-    if len(set(values.values())) > 1:
-        draft.find("kl-estimator.two", *keys, detail=words[keys[0]], detail_2=words[keys[1]])
-        return
-    result = values[keys[0]]
-    # A "+" changes the gradient of a loss, and k2 has the gradient it would get.
-    if in_loss and words[keys[0]].endswith("+") and result != "k2":
-        result = f"{result}+"
-    # The gradient of k1 as a loss is 0 in expectation, so the old term only added noise.
-    if in_loss and result == "k1":
-        draft.find("kl-estimator.zero-gradient", keys[0], detail=words[keys[0]])
-        return
-    draft.put("algorithm.kl_estimator", result, rule="kl-estimator", old=keys)
-    if result in ("k3", "k3+"):
-        draft.put("algorithm.kl_clamp", _KL_CLAMP, rule="kl-estimator", old=())
+@fact
+def kl_loss_word(draft: Draft) -> str:
+    return draft.text(f"{ACTOR}.kl_loss_type") or "low_var_kl"
+
+
+@fact
+def kl_reward_word(draft: Draft) -> str:
+    return draft.text("algorithm.kl_penalty") or "kl"

@@ -79,20 +79,17 @@ def evaluation_key(draft: Draft) -> str:
     )
 
 
-def updates_per_schedule_step(draft: Draft) -> int | None:
-    """Return the number of updates per step of the old schedule.
+@fact
+def updates_per_call(draft: Draft) -> int:
+    """Return the updates of a call of the workers, after which the old schedule advanced.
 
-    Return None if the schedule counted RL steps.
-
-    Between two weight syncs an asynchronous trainer called its workers several times, and each call
-    was one step of the schedule. All these calls are one RL step here.
+    Between two weight syncs an asynchronous trainer called its workers several times. All these
+    calls are one RL step here. Other trainers called them once in a step; 1 stands for it.
     """
     if not is_async(draft):
-        return None
-    batches, passes = (
-        draft.integer("async_training.require_batches"),
-        draft.integer("actor_rollout_ref.actor.ppo_epochs"),
-    )
+        return 1
+    batches = draft.integer("async_training.require_batches")
+    passes = draft.integer("actor_rollout_ref.actor.ppo_epochs")
     return max(1, batches or 1) * max(1, passes or 1)
 
 
@@ -229,15 +226,27 @@ def _async_prompts(draft: Draft) -> tuple[int | None, list[str]]:
     return mini * max(1, draft.integer(keys[1]) or 1) * max(1, draft.integer(keys[2]) or 1), keys
 
 
-def num_weight_syncs(draft: Draft) -> tuple[int | None, list[str]]:
-    """Return the weight syncs of an asynchronous run, which are steps, and their keys."""
-    key = "rollout.total_rollout_steps"
+_ROLLOUTS = "rollout.total_rollout_steps"
+
+
+@fact
+def num_weight_syncs(draft: Draft) -> int | None:
+    """Return the weight syncs of an asynchronous run, which are steps; None if not known."""
     # One of total_rollout_steps is one prompt, and not a batch.
-    rollouts, (prompts, keys) = draft.integer(key), prompts_of_step(draft)
-    return (None if rollouts is None or prompts is None else max(1, rollouts // prompts)), [
-        key,
-        *keys,
-    ]
+    rollouts, prompts = draft.integer(_ROLLOUTS), prompts_of_step(draft)[0]
+    return None if rollouts is None or prompts is None else max(1, rollouts // prompts)
+
+
+@fact
+def weight_sync_keys(draft: Draft) -> str:
+    return " and ".join([_ROLLOUTS, *prompts_of_step(draft)[1]])
+
+
+@fact
+def updates_of_run(draft: Draft) -> int | None:
+    """Return the calls of an asynchronous run, in which FullyAsyncTrainer counts weight syncs."""
+    syncs = num_weight_syncs(draft)
+    return None if syncs is None else syncs * updates_per_call(draft)
 
 
 @fact

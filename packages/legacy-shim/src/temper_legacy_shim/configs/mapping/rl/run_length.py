@@ -42,7 +42,7 @@ def prompts_per_round(draft: Draft) -> int:
 
 
 def _async_length(draft: Draft) -> None:
-    steps, keys = num_weight_syncs(draft)
+    steps = num_weight_syncs(draft)
     if steps is None:
         build_length(draft)
         return
@@ -52,8 +52,7 @@ def _async_length(draft: Draft) -> None:
         draft,
         "async-length",
         steps=steps,
-        length_keys=" and ".join(keys),
-        limits=" and ".join([keys[0], *limits]),
+        limits=" and ".join(["rollout.total_rollout_steps", *limits]),
         epochs=min((each for key in limits if (each := draft.integer(key)) is not None), default=0),
     )
 

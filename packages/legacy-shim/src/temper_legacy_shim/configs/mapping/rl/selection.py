@@ -21,7 +21,7 @@ def build_selection(draft: Draft) -> None:
     if draft.old.has(f"{CORRECTION}.rollout_is") or takes_sampler_logprobs(draft):
         _correction(draft)
     elif draft.switch("algorithm.rollout_is"):
-        _first_correction(draft)
+        apply_rows(draft, "first-correction")
     else:
         apply_rows(draft, "no-correction")
     apply_rows(draft, "truncated-weights")
@@ -59,98 +59,54 @@ def given_pf_ppo(draft: Draft) -> str:
     return " and ".join(f"{key}={draft.text(key)}" for key in keys)
 
 
-def _put(draft: Draft, name: str, value: str | float | bool | None, *old: str) -> None:
-    draft.put(f"algorithm.rollout_correction.{name}", value, rule="correction", old=old)
+@fact
+def sampler_loss(draft: Draft) -> str:
+    """Return the loss whose ratio had the sampler's log-probs as denominator; else empty."""
+    if not takes_sampler_logprobs(draft):
+        return ""
+    if is_async(draft) and not draft.since("v0.7.1"):
+        return "ppo_clip"
+    has_gradient = draft.switch(f"{CORRECTION}.use_policy_gradient")
+    return draft.text(f"{CORRECTION}.loss_type") or ("reinforce" if has_gradient else "ppo_clip")
 
 
-def _first_correction(draft: Draft) -> None:
-    """Set the correction from the keys of v0.6.0: booleans, a level, a mode."""
-    block = "algorithm.rollout_is"
-    level, mode = draft.text(f"{block}_level") or "token", draft.text(f"{block}_mode") or "truncate"
-    high, low = draft.number(f"{block}_threshold"), draft.number(f"{block}_threshold_lower")
-    if draft.old.get(f"{block}_threshold") is None:
-        draft.explain_drop(
-            block,
-            f"without rollout_is_threshold, which is null, {draft.old.version} corrected nothing",
-        )
-        return
-    _veto(draft, f"{block}_veto_threshold")
-    if level not in ("token", "sequence"):
-        _no_counterpart(draft, f"{block}_level", level)
-        return
-    _put(draft, "name", level, f"{block}_level", block)
-    if mode == "truncate":
-        _put(draft, "truncate_at", high, f"{block}_threshold", f"{block}_mode")
-        return
-    _put(draft, "truncate_at", None, f"{block}_mode")
-    # v0.6.0 took the reciprocal where no lower bound was given.
-    low = low if low is not None else (1 / high if high else None)
-    _reject(
-        draft, RATIO_RULES[level], (low, high), f"{block}_threshold", f"{block}_threshold_lower"
-    )
+@fact
+def has_rejection(draft: Draft) -> bool:
+    return any(key.startswith(REJECT) for key in draft.settings)
+
+
+@fact
+def ratio_bound(draft: Draft) -> float | None:
+    """Return the bound that weights were truncated at; None if they were 0 outside two bounds."""
+    key = f"{CORRECTION}.rollout_is_threshold"
+    return None if _pair(draft.old.get(key)) else draft.number(key)
+
+
+@fact
+def first_rule(draft: Draft) -> str:
+    level = draft.text("algorithm.rollout_is_level")
+    return RATIO_RULES["sequence" if level == "sequence" else "token"]
+
+
+@fact
+def first_low(draft: Draft) -> float | None:
+    """Return the lower bound of v0.6.0, which took the reciprocal where none was given."""
+    low, high = (draft.number(f"algorithm.rollout_is_threshold{end}") for end in ("_lower", ""))
+    return low if low is not None else (1 / high if high else None)
 
 
 def _correction(draft: Draft) -> None:
-    weighs, rejects = draft.text(f"{CORRECTION}.rollout_is"), draft.text(f"{CORRECTION}.rollout_rs")
-    bypasses = takes_sampler_logprobs(draft)
-    if not weighs and not rejects and not bypasses:
-        draft.explain_drop(CORRECTION, "neither weights nor rejection are asked for")
+    weighs, key = draft.text(f"{CORRECTION}.rollout_is"), f"{CORRECTION}.rollout_is_threshold"
+    apply_rows(draft, "correction")
+    if weighs not in ("", "token", "sequence"):
         return
-    _veto(draft, f"{CORRECTION}.rollout_token_veto_threshold")
-    if weighs and weighs not in ("token", "sequence"):
-        _no_counterpart(draft, f"{CORRECTION}.rollout_is", weighs)
-        return
-    if bypasses:
-        _bypass(draft, weighs)
-    elif weighs:
-        _weights(draft, weighs)
-    if rejects:
-        _rejection(draft, rejects=rejects)
-    if not weighs and not bypasses and any(key.startswith(REJECT) for key in draft.settings):
-        _put(draft, "name", "mask", f"{CORRECTION}.rollout_is")
-
-
-def _weights(draft: Draft, level: str) -> None:
-    """Set truncated weights; a threshold ``LOW_HIGH`` sets weights to 0 outside (IcePop)."""
-    key = f"{CORRECTION}.rollout_is_threshold"
-    _put(draft, "name", level, f"{CORRECTION}.rollout_is")
+    # Two bounds zero the weight outside (IcePop), which is a rejection in Temper's words.
     pair = _pair(draft.old.get(key))
-    # Two bounds zero the weight outside, which is a rejection in Temper's words.
-    if pair is not None:
-        # The default truncates at 2, which a rejection by both bounds replaces.
-        _put(draft, "truncate_at", None, key)
-        _reject(draft, RATIO_RULES[level], pair, key)
-    else:
-        _put(draft, "truncate_at", draft.number(key), key)
-    if draft.switch(f"{CORRECTION}.rollout_is_batch_normalize"):
-        _put(draft, "self_normalize", True, f"{CORRECTION}.rollout_is_batch_normalize")
-        if level == "sequence":
-            draft.find(
-                "correction.sequence-normalization", f"{CORRECTION}.rollout_is_batch_normalize"
-            )
-
-
-def _bypass(draft: Draft, weighs: str) -> None:
-    key, loss_key = f"{CORRECTION}.bypass_mode", f"{CORRECTION}.loss_type"
-    keys = [key, loss_key]
-    if is_async(draft) and not draft.since("v0.7.1"):
-        keys = ["async_training.use_rollout_log_probs", "async_training.compute_prox_log_prob"]
-        loss = "ppo_clip"
-    else:
-        loss = draft.text(loss_key) or (
-            "reinforce" if draft.switch(f"{CORRECTION}.use_policy_gradient") else "ppo_clip"
-        )
-    if loss == "ppo_clip":
-        _put(draft, "name", "rollout_ratio", *keys, f"{CORRECTION}.rollout_is")
-        if weighs:
-            draft.explain_drop(
-                f"{CORRECTION}.rollout_is",
-                "the objective's own ratio is to the sampler, and is the correction",
-            )
-        return
-    draft.find(
-        "correction.loss-type", key, loss_key, f"{CORRECTION}.use_policy_gradient", loss=loss
-    )
+    if pair and weighs and not takes_sampler_logprobs(draft):
+        _reject(draft, RATIO_RULES[weighs], pair, key)
+    if rejects := draft.text(f"{CORRECTION}.rollout_rs"):
+        _rejection(draft, rejects=rejects)
+    apply_rows(draft, "rejection")
 
 
 RATIO_RULES = {"token": "ratio_token", "sequence": "ratio_sum", "geometric": "ratio_mean"}
@@ -160,9 +116,8 @@ REJECT = "algorithm.rollout_correction.reject."
 
 def _reject(draft: Draft, rule: str, bounds: tuple[float | None, float | None], *old: str) -> None:
     """Set the bounds of a rule that are not None."""
-    for name, bound in zip(("low", "high"), bounds, strict=True):
-        if bound is not None:
-            _put(draft, f"reject.{rule}.{name}", bound, *old)
+    low, high = bounds
+    apply_rows(draft, "reject", reject_rule=rule, low=low, high=high, keys=" and ".join(old))
 
 
 def _rejection(draft: Draft, *, rejects: str) -> None:
@@ -177,7 +132,7 @@ def _rejection(draft: Draft, *, rejects: str) -> None:
         rule = _rule(name)
         # Temper takes one pair of bounds for each rule, so a second use of a rule is reported.
         if rule is None or high is None or f"{REJECT}{rule}.high" in draft.settings:
-            _no_counterpart(draft, keys[0], name)
+            apply_rows(draft, "no-rejection", value=name)
             continue
         if rule.startswith("ratio"):
             low = low if low is not None else 1 / high
@@ -186,8 +141,6 @@ def _rejection(draft: Draft, *, rejects: str) -> None:
             _reject(draft, rule, bounds, *keys)
         else:
             _reject(draft, rule, (None, high), *keys)
-    if any(key.startswith(REJECT) for key in draft.settings):
-        draft.find("correction.rejection", keys[0], rejects=rejects)
 
 
 def _rule(name: str) -> str | None:
@@ -238,17 +191,3 @@ def _pair(value: Plain) -> tuple[float, float] | None:
         return (float(first), float(second)) if separator else None
     except ValueError:
         return None
-
-
-def _veto(draft: Draft, key: str) -> None:
-    """Reject completions with a token whose probability is below this fraction of the sampler's."""
-    threshold = draft.number(key)
-    if threshold is None:
-        return
-    _reject(draft, "ratio_max", (threshold, None), key)
-    draft.find("correction.rejection", key, rejects=f"{threshold:g}")
-
-
-def _no_counterpart(draft: Draft, key: str, value: str) -> None:
-    draft.find("correction.no-counterpart", key, value=value)
-    draft.explain_drop(key, "no counterpart; see the hazard")

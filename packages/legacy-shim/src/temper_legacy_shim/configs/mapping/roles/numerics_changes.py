@@ -9,7 +9,7 @@ from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     updates_per_step,
 )
 from temper_legacy_shim.configs.mapping.roles.roles import ACTOR, data_parallel, is_megatron
-from temper_legacy_shim.configs.mapping.rows import fact
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 SWITCH = "trainer.use_legacy_worker_impl"
@@ -17,55 +17,29 @@ SWITCH = "trainer.use_legacy_worker_impl"
 
 def build_numerics(draft: Draft) -> None:
     """Pin the old workers, or report the numeric differences without them."""
-    given, word = draft.old.get(SWITCH), _word(draft)
-    if draft.old.is_set(SWITCH) and word not in ("auto", "enable", "disable"):
-        draft.find("worker-switch.unknown", SWITCH, given=given)
-        return
-    # Engines took sums as well before v0.7.1.
-    _sums(draft)
-    if has_engines(draft):
-        draft.explain_drop(
-            SWITCH, "the engine path is the only one but for use_legacy_worker_impl=enable"
-        )
-        return
-    _record(draft, str(word))
-    if draft.numerics == "temper":
+    if apply_rows(draft, "worker-switch", numerics=draft.numerics):
         _differences(draft)
-        draft.explain_drop(
-            SWITCH, "the engine path is taken (--numerics legacy pins the old workers)"
-        )
-    elif is_megatron(draft):
-        draft.find("worker-switch.not-legacy", SWITCH)
-        _differences(draft)
-    else:
-        draft.put("use_legacy_worker_impl", "enable", rule="worker-switch", old=[SWITCH])
 
 
 @fact
 def has_engines(draft: Draft) -> bool:
     """Check if the old run trained the actor on engines, not on the old workers."""
-    return draft.since("v0.8.0") or (draft.since("v0.7.0") and _word(draft) == "disable")
+    return draft.since("v0.8.0") or (draft.since("v0.7.0") and worker_word(draft) == "disable")
 
 
-def _word(draft: Draft) -> Plain:
-    words: dict[Plain, Plain] = {True: "enable", False: "disable", None: "auto"}
+@fact
+def worker_word(draft: Draft) -> str:
+    """Return the word of the switch between old workers and engines."""
+    words: dict[Plain, str] = {True: "enable", False: "disable", None: "auto"}
     given = draft.old.get(SWITCH)
-    return None if isinstance(given, list | dict) else words.get(given, given)
+    return "None" if isinstance(given, list | dict) else words.get(given, str(given))
 
 
-def _record(draft: Draft, word: str) -> None:
-    """Record the meaning of the worker switch in that release, also if it is the default."""
+@fact
+def worker_choice(draft: Draft) -> str:
+    """Return the switch as the release took it."""
     written = "written" if draft.old.is_set(SWITCH) else "the default"
-    if draft.since("v0.7.0"):
-        meaning = f"{SWITCH}={word} ({written}) meant the old workers for all roles"
-    elif draft.since("v0.5.0") and draft.old.has(SWITCH):
-        meaning = (
-            f"{SWITCH}={word} ({written}) chose the critic's and the reward model's worker alone; "
-            "the actor had the old one in any case"
-        )
-    else:
-        meaning = f"{draft.old.version} had the old workers only"
-    draft.find("worker-switch.meaning", SWITCH, meaning=meaning)
+    return f"{SWITCH}={worker_word(draft)} ({written})"
 
 
 def _differences(draft: Draft) -> None:
@@ -97,25 +71,7 @@ def _differences(draft: Draft) -> None:
         )
     if sentence := _logged(draft, parts=parts):
         draft.find("summed-metrics", sentence=sentence)
-    divisor = draft.settings.get("algorithm.horizon")
-    if divisor is not None and draft.since("v0.7.1"):
-        draft.find(
-            "divisors.means",
-            "actor_rollout_ref.actor.loss_agg_mode",
-            detail=_divisor(draft, divisor.value),
-        )
-
-
-def _sums(draft: Draft) -> None:
-    """Report that seq-mean-token-sum-norm took no mean over completions before v0.7.1."""
-    divisor = draft.settings.get("algorithm.horizon")
-    if divisor is not None and not draft.since("v0.7.1"):
-        draft.find(
-            "divisors.sums",
-            "actor_rollout_ref.actor.loss_agg_mode",
-            detail=_divisor(draft, divisor.value),
-            part="rank's mini-batch" if has_engines(draft) else "micro-batch",
-        )
+    apply_rows(draft, "divisor")
 
 
 _LOGGED = (("v0.7.0", "summed"), ("v0.6.0", "scaled"), ("v0.2", "averaged"))
@@ -153,14 +109,24 @@ def _logged(draft: Draft, *, parts: int) -> str:
     )
 
 
-def _divisor(draft: Draft, width: Plain) -> str:
-    """Describe the divisor of that aggregation in the release."""
+@fact
+def divisor(draft: Draft) -> str:
+    """Describe the divisor of seq-mean-token-sum-norm; empty for other modes."""
+    width = draft.settings.get("algorithm.horizon")
+    if width is None:
+        return ""
     if has_engines(draft) and draft.old.get(f"{ACTOR.block}.loss_scale_factor") is not None:
-        return f"loss_scale_factor, {width} (#4360)"
+        return f"loss_scale_factor, {width.value} (#4360)"
     return (
         f"the width of the padded completions, which {draft.old.version} padded to "
-        f"{response_key(draft)}, {width}"
+        f"{response_key(draft)}, {width.value}"
     )
+
+
+@fact
+def summed_part(draft: Draft) -> str:
+    """Return the part of a batch whose completions were summed."""
+    return "rank's mini-batch" if has_engines(draft) else "micro-batch"
 
 
 def _parts(draft: Draft, *, own: int) -> tuple[int, str]:

@@ -2,13 +2,7 @@
 
 from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.roles.numerics_changes import has_engines
-from temper_legacy_shim.configs.mapping.roles.role_layout import (
-    set_fsdp,
-    set_megatron,
-    set_offload,
-    set_workers,
-)
-from temper_legacy_shim.configs.mapping.roles.role_optimizer import set_optimizer, set_schedule
+from temper_legacy_shim.configs.mapping.roles.role_layout import set_layout
 from temper_legacy_shim.configs.mapping.roles.roles import (
     ACTOR,
     REF,
@@ -16,94 +10,104 @@ from temper_legacy_shim.configs.mapping.roles.roles import (
     fsdp_block,
     is_megatron,
 )
-from temper_legacy_shim.configs.mapping.rows import apply_rows
-from temper_legacy_shim.configs.reading.config_values import Plain, from_home
+from temper_legacy_shim.configs.mapping.rows import apply_rows, role_fact
+from temper_legacy_shim.configs.reading.config_values import Plain
 
 
 def build_role(draft: Draft, role: OldRole) -> None:
-    _model(draft, role)
-    if role.is_trained:
-        set_optimizer(draft, role)
-        set_schedule(draft, role)
-    _precision(draft, role)
-    set_offload(draft, role)
-    if is_megatron(draft):
-        set_megatron(draft, role)
-    else:
-        set_fsdp(draft, role)
-    set_workers(draft, role)
-
-
-def _model(draft: Draft, role: OldRole) -> None:
-    engine = role.engine
+    blocks = role.blocks(draft)
     if role.name != "ref":  # the group ref=frozen takes the actor's
-        key = next(
-            (
-                key
-                for key in (f"{role.model}.path", f"{role.model}.partial_pretrain")
-                if draft.text(key)
-            ),
-            f"{role.model}.path",
-        )
-        path = draft.text(key)
-        if path:
-            here = from_home(path)
-            draft.put(
-                f"{engine}.model.path", here, rule="model-path", old=[key], verbatim=here == path
-            )
-        elif role.name == "actor":
-            draft.find("model-path.missing", f"{role.model}.path", model=role.model)
-        apply_rows(draft, "role-model", **role.blocks(draft))
-        if role.name == "actor":
-            _tokenizer(draft, role)
-        if role.name == "critic":
-            draft.put(f"{engine}.model.model_type", "value_model", rule="critic", old=[])
+        apply_rows(draft, "role-model", **blocks)
+    if role.is_trained:
+        apply_rows(draft, "optimizer", **blocks)
+        apply_rows(draft, "schedule", **blocks)
+        apply_rows(draft, "schedule-length", **blocks)
+        apply_rows(draft, "schedule-start", **blocks)
+    apply_rows(draft, "precision", **blocks)
+    set_layout(draft, role)
 
 
-def _tokenizer(draft: Draft, role: OldRole) -> None:
-    key = f"{role.model}.tokenizer_path"
-    path = draft.text(key)
-    if path and path != draft.text(f"{role.model}.path"):
-        here = from_home(path)
-        draft.put(
-            "data.tokenizer.path", here, rule="tokenizer-path", old=[key], verbatim=here == path
-        )
+@role_fact
+def reads_dtype(draft: Draft, role: OldRole) -> bool:
+    """Check if FSDP's workers read the dtype of the role's block."""
+    is_read = role.block in (ACTOR.block, REF.block) and draft.since("v0.6.1")
+    return is_read and not has_engines(draft)
 
 
-def _precision(draft: Draft, role: OldRole) -> None:
-    words = {
-        **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
-        **dict.fromkeys(("fp16", "float16", "half", "16"), "fp16"),
-        **dict.fromkeys(("fp32", "float32", "32"), "fp32"),
-    }
-    old = _compute_keys(draft, role)
-    key = next((key for key in old if draft.text(key)), "")
-    # The old workers ran the model under autocast in bf16, or in mixed precision with bf16
-    # parameters, unless a key said otherwise.
-    compute = words.get(draft.text(key) or "bf16")
-    if compute is None:
-        draft.find("compute-dtype", key, word=draft.text(key))
-        return
-    draft.put(f"{role.engine}.precision.compute", compute, rule="compute-dtype", old=old)
-    if role.is_trained and not is_megatron(draft):
-        apply_rows(draft, "precision", **role.blocks(draft))
-
-
-def _compute_keys(draft: Draft, role: OldRole) -> list[str]:
-    """Return the keys from which the release took the dtype of matmuls; the first counts."""
+@role_fact
+def dtype_keys(draft: Draft, role: OldRole) -> str:
+    """Return the keys of the dtype of matmuls; the first one counts."""
     if is_megatron(draft):
         # The old worker of the reference read the actor's block.
         is_shared = role.name == "ref" and not has_engines(draft)
         block = ACTOR.megatron if is_shared else role.megatron
-        return [f"{block}.dtype"] if draft.since("v0.6.1") else []
+        return f"{block}.dtype" if draft.since("v0.6.1") else ""
     fsdp = fsdp_block(draft, role)
-    keys = [f"{fsdp}.mixed_precision.param_dtype"]
-    if draft.since("v0.6.1") and not has_engines(draft) and role.block in (ACTOR.block, REF.block):
-        return [*keys, f"{fsdp}.dtype"]
-    draft.explain_drop(
-        f"{fsdp}.dtype", f"{draft.old.version} did not read it, and computed in bf16"
+    keys = [f"{fsdp}.mixed_precision.param_dtype", *[f"{fsdp}.dtype"] * reads_dtype(draft, role)]
+    return " and ".join(sorted(keys, key=lambda key: not draft.text(key)))
+
+
+@role_fact
+def clip_key(draft: Draft, role: OldRole) -> str:
+    """Return the key of the gradient clip that the release used; there are two."""
+    own, optim = f"{role.block}.grad_clip", f"{role.optim}.clip_grad"
+    if is_megatron(draft) or not draft.old.has(own):
+        return optim
+    # Since v0.8.0 the optimizer's key counts, unless a user sets that of the role.
+    is_chosen = draft.old.is_set(own) and not draft.old.is_set(optim)
+    return own if is_chosen or not draft.since("v0.8.0") else optim
+
+
+@role_fact
+def has_other_optimizer(draft: Draft, role: OldRole) -> bool:
+    """Check if an optimizer other than AdamW was requested; it has no betas here."""
+    return draft.text(f"{role.optim}.optimizer").lower() not in ("", "adamw", "adam")
+
+
+@role_fact
+def optimizer_class(draft: Draft, role: OldRole) -> str:
+    home = draft.text(f"{role.optim}.optimizer_impl") or "torch.optim"
+    return f"{home}.{draft.text(f'{role.optim}.optimizer')}"
+
+
+@role_fact
+def optimizer_arguments(draft: Draft, role: OldRole) -> dict[str, Plain]:
+    """Return the arguments of another optimizer."""
+    given = draft.old.get(f"{role.optim}.override_optimizer_config")
+    arguments = dict(given) if isinstance(given, dict) else {}
+    betas, name = draft.old.get(f"{role.optim}.betas"), draft.text(f"{role.optim}.optimizer")
+    # The old builder gave betas to every class with such a name.
+    if isinstance(betas, list) and ("adam" in name.lower() or "ademamix" in name.lower()):
+        return {"betas": betas, **arguments}
+    return arguments
+
+
+@role_fact
+def argument_keys(draft: Draft, role: OldRole) -> str:
+    names = ["betas"] * ("betas" in optimizer_arguments(draft, role))
+    return " and ".join(f"{role.optim}.{name}" for name in (*names, "override_optimizer_config"))
+
+
+@role_fact
+def counts_warmup(draft: Draft, role: OldRole) -> bool:
+    """Check if the warm-up was a number of steps, which wins over the ratio."""
+    # The first generation of fine-tuning read the ratio alone.
+    steps = None if role.block == "model" else draft.number(f"{role.optim}.lr_warmup_steps")
+    # FSDP's builder reads the ratio if the steps are below 0, which is their default. Megatron
+    # takes 0 for a number that is not given.
+    return steps is not None and steps >= 0 and (steps > 0 or not is_megatron(draft))
+
+
+@role_fact
+def floor(draft: Draft, role: OldRole) -> float:
+    """Return the floor of a falling schedule, as a fraction of the peak."""
+    fraction, rate, peak = (
+        draft.number(f"{role.optim}.{name}") for name in ("min_lr_ratio", "min_lr", "lr")
     )
-    return keys
+    # OptimizerParamScheduler of Megatron-Core takes min_lr as a rate.
+    if fraction is None and rate and peak:
+        fraction = rate / peak
+    return float(min(1.0, fraction or 0.0))
 
 
 _MEGATRON_NAMES = {
@@ -135,7 +139,7 @@ def build_lora(draft: Draft, role: OldRole) -> None:
             "lora",
             **blocks,
             lora=lora,
-            block=block,
+            lora_block=block,
             targets=targets,
             keeps_targets=targets == given,
             excluded=_names(draft.old.get(f"{block}.exclude_modules")),

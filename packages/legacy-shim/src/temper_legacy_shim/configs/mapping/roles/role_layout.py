@@ -10,105 +10,64 @@ from temper_legacy_shim.configs.mapping.roles.roles import (
     is_megatron,
     megatron_sizes,
     replica_size,
-    sequence_parallel,
     ulysses_keys,
     world_size,
 )
-from temper_legacy_shim.configs.mapping.rows import apply_rows
+from temper_legacy_shim.configs.mapping.rows import apply_rows, fact, role_fact
 from temper_legacy_shim.configs.reading.config_values import Plain
 
 _OFFLOADS = ("param_offload", "cpu_offload", "offload_params")
 
 
-def set_offload(draft: Draft, role: OldRole) -> None:
+def set_layout(draft: Draft, role: OldRole) -> None:
+    """Set offload, sharding, parallelism and the number of ranks."""
+    blocks = role.blocks(draft)
+    apply_rows(draft, "offload", **blocks)
+    if is_megatron(draft):
+        apply_rows(draft, "megatron", **blocks)
+    else:
+        apply_rows(draft, "strategy", **blocks)
+        _fsdp_size(draft, role, fsdp_block(draft, role))
+        apply_rows(draft, "fsdp", **blocks)
+    _set_workers(draft, role)
+
+
+@role_fact
+def offload_keys(draft: Draft, role: OldRole) -> str:
+    """Return the keys of the offload of parameters, any of which switches it on."""
     block = role.megatron if is_megatron(draft) else fsdp_block(draft, role)
-    engine = f"{role.engine}.offload"
-    old = [
-        *(f"{block}.{name}" for name in _OFFLOADS),
-        f"{role.block}.param_offload",
-        *_policy(draft, role, block),
-    ]
-    offloads = any(draft.switch(key) for key in old)
-    draft.put(f"{engine}.parameters", offloads, rule="param-offload", old=old)
-    if not role.is_trained:
-        return
-    grads = f"{block}.grad_offload"
-    if draft.old.has(grads) and draft.switch(grads) != offloads:
-        draft.put(f"{engine}.gradients", draft.switch(grads), rule="grad-offload", old=[grads])
-    # HybridDeviceOptimizer of Megatron-Core, which keeps states and updates on the CPU.
-    hybrid = f"{role.optim}.override_optimizer_config.optimizer_cpu_offload"
-    if draft.switch(hybrid):
-        # The Megatron engine has no update on the CPU; its nearest setting moves the states there.
-        kind = "optimizer" if is_megatron(draft) else "optimizer_on_cpu"
-        draft.put(f"{engine}.{kind}", True, rule="optimizer-cpu", old=[hybrid])
-        if is_megatron(draft):
-            draft.find("optimizer-cpu", hybrid)
-        draft.explain_drop(
-            f"{block}.optimizer_offload",
-            "the optimizer lives on the CPU all the time (optimizer_cpu_offload)",
-        )
-        return
-    draft.put(
-        f"{engine}.optimizer",
-        draft.switch(f"{block}.optimizer_offload"),
-        rule="optimizer-offload",
-        old=[f"{block}.optimizer_offload"],
-    )
+    policy = [f"{block}.offload_policy"] * reads_offload_policy(draft, role)
+    own = f"{role.block}.param_offload"
+    return " and ".join([*(f"{block}.{name}" for name in _OFFLOADS), own, *policy])
 
 
-def _policy(draft: Draft, role: OldRole, block: str) -> list[str]:
-    """Return FSDP2's key for offloading, which had no effect elsewhere."""
-    key = f"{block}.offload_policy"
+@role_fact
+def offloads(draft: Draft, role: OldRole) -> bool:
+    return any(map(draft.switch, offload_keys(draft, role).split(" and ")))
+
+
+@role_fact
+def reads_offload_policy(draft: Draft, role: OldRole) -> bool:
     # _build_model_optimizer reads offload_policy in its branch of fsdp2 alone, as an argument of
     # fully_shard().
-    if not is_megatron(draft) and draft.text(f"{role.block}.strategy") == "fsdp2":
-        return [key]
-    if draft.switch(key) and draft.old.is_set(key):
-        engine = "Megatron" if is_megatron(draft) else "FSDP1, which this role trains with,"
-        name = "offload-policy" if role.block not in ("engine", "model") else "sft-offload"
-        draft.find(name, key, engine_name=engine, engine=role.engine)
-    return []
+    return not is_megatron(draft) and draft.text(f"{role.block}.strategy") == "fsdp2"
 
 
-def set_fsdp(draft: Draft, role: OldRole) -> None:
-    engine, block = role.engine, fsdp_block(draft, role)
-    strategy_key = f"{role.block}.strategy"
-    strategy = {"fsdp": "fsdp1", "fsdp2": "fsdp2"}.get(draft.text(strategy_key) or "fsdp")
-    if strategy is None:
-        value = draft.text(strategy_key)
-        if value == "fsdp_turbo" and draft.since("main"):
-            draft.find("strategy.turbo", strategy_key, value=value)
-        else:
-            draft.find("strategy.not-fsdp", strategy_key, value=value)
-        strategy = "fsdp2"
-    draft.put(f"{engine}.strategy", strategy, rule="strategy", old=[strategy_key])
-    _fsdp_size(draft, role, block)
-    sharing = sequence_parallel(draft, role)
-    draft.put(
-        f"{engine}.sequence_parallel", sharing, rule="sequence-parallel", old=ulysses_keys(role)
-    )
-    reshard = draft.old.get(f"{block}.reshard_after_forward")
-    # True is the default of both systems, and a number is the size of a smaller group.
-    if strategy == "fsdp2" and isinstance(reshard, bool | int) and reshard is not True:
-        draft.put(
-            f"{engine}.reshard_after_forward",
-            reshard,
-            rule="reshard",
-            old=[f"{block}.reshard_after_forward"],
-            verbatim=True,
-        )
-    apply_rows(draft, "prefetch", **role.blocks(draft))
-    wrap = draft.old.get(f"{block}.wrap_policy.transformer_layer_cls_to_wrap")
-    if wrap:
-        names: Plain = wrap if isinstance(wrap, list) else [wrap]
-        draft.put(
-            f"{engine}.wrap_modules",
-            names,
-            rule="wrap-policy",
-            old=[f"{block}.wrap_policy.transformer_layer_cls_to_wrap"],
-        )
-    if role.is_trained:
-        apply_rows(draft, "checkpointing", **role.blocks(draft))
+@fact
+def sharding_name(draft: Draft) -> str:
+    return "Megatron" if is_megatron(draft) else "FSDP1, which this role trains with,"
+
+
+@role_fact
+def sequence_keys(_: Draft, role: OldRole) -> str:
+    return " and ".join(ulysses_keys(role))
+
+
+@role_fact
+def wrapped_layers(draft: Draft, role: OldRole) -> list[Plain]:
+    """Return the classes of layers that were wrapped each."""
+    wrap = draft.old.get(f"{fsdp_block(draft, role)}.wrap_policy.transformer_layer_cls_to_wrap")
+    return wrap if isinstance(wrap, list) else [wrap] if wrap else []
 
 
 def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
@@ -127,82 +86,7 @@ def _fsdp_size(draft: Draft, role: OldRole, block: str) -> None:
         _refuse_ranks(draft, role, size, world, [key])
 
 
-def set_megatron(draft: Draft, role: OldRole) -> None:
-    engine, block = role.engine, role.megatron
-    tensor = draft.integer(f"{block}.tensor_model_parallel_size") or 1
-    pipeline = draft.integer(f"{block}.pipeline_model_parallel_size") or 1
-    apply_rows(draft, "megatron", **role.blocks(draft))
-    # Megatron-Core has chunks of layers only between stages, and refuses them with one stage.
-    chunks = draft.integer(f"{block}.virtual_pipeline_model_parallel_size")
-    if chunks is not None and chunks > 1 and pipeline > 1:
-        key = f"{block}.virtual_pipeline_model_parallel_size"
-        draft.put(
-            f"{engine}.virtual_pipeline", chunks, rule="virtual-pipeline", old=[key], verbatim=True
-        )
-    # The converter of verl sets it for more than one tensor rank, and Megatron-Core refuses it for
-    # one. Releases without the key had it on.
-    is_sequence = tensor > 1 and (
-        draft.switch(f"{block}.sequence_parallel")
-        or not draft.old.has(f"{block}.sequence_parallel")
-    )
-    if is_sequence:
-        draft.put(
-            f"{engine}.sequence_parallel",
-            True,
-            rule="megatron-sequence-parallel",
-            old=[f"{block}.sequence_parallel"],
-        )
-    _experts(draft, role)
-    if role.is_trained:
-        _transformer(draft, role)
-        apply_rows(draft, "distributed-optimizer", **role.blocks(draft))
-
-
-def _transformer(draft: Draft, role: OldRole) -> None:
-    """Set recomputation and the expert-balancing loss from Megatron's own configuration."""
-    block = f"{role.megatron}.override_transformer_config"
-    apply_rows(draft, "recompute", **role.blocks(draft))
-    weight = draft.number(f"{block}.moe_aux_loss_coeff")
-    if (
-        weight is not None
-        and weight > 0
-        and draft.text(f"{block}.moe_router_load_balancing_type") not in ("none", "None")
-    ):
-        draft.put(
-            f"{role.engine}.router_aux_loss",
-            float(weight),
-            rule="router-loss",
-            old=[f"{block}.moe_aux_loss_coeff"],
-        )
-
-
-def _experts(draft: Draft, role: OldRole) -> None:
-    """Set the ranks that share experts, and the tensor size of one expert."""
-    # Without a tensor size of the experts, Megatron-Core takes that of the other layers.
-    key, split = (
-        f"{role.megatron}.expert_model_parallel_size",
-        f"{role.megatron}.expert_tensor_parallel_size",
-    )
-    size = draft.integer(key) or 1
-    draft.put(
-        f"{role.engine}.expert_parallel", size, rule="expert-parallel", old=[key], verbatim=True
-    )
-    if size == 1:
-        draft.explain_drop(
-            split, "experts are not divided over ranks, so that it follows tensor_parallel"
-        )
-        return
-    if draft.text(split) not in ("", "None"):
-        draft.put(
-            f"{role.engine}.expert_tensor_parallel",
-            draft.integer(split),
-            rule="expert-parallel",
-            old=[split],
-            verbatim=True,
-        )
-
-
-def set_workers(draft: Draft, role: OldRole) -> None:
+def _set_workers(draft: Draft, role: OldRole) -> None:
     for key in () if draft.cluster is not None else CLUSTER_KEYS:
         if (number := draft.integer(key)) is not None and number < 1:
             draft.find("cluster", key, number=number)

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from temper_legacy_shim.configs.mapping.builder import Draft
-from temper_legacy_shim.configs.mapping.rows import fact
+from temper_legacy_shim.configs.mapping.rows import fact, role_fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,24 @@ class OldRole:
     def engine(self) -> str:
         return f"{self.name}.engine"
 
-    def blocks(self, draft: Draft) -> dict[str, str]:
-        """Return the role's blocks, for rules that apply to several roles."""
+    def __str__(self) -> str:
+        return self.name
+
+    def blocks(self, draft: Draft) -> dict[str, "str | OldRole"]:
+        """Return the role and its blocks, for rows that apply to several roles."""
         parent = "critic" if self.name == "critic" else _HYBRID
-        blocks = {
+        fsdp = fsdp_block(draft, self)
+        return {
+            "role": self,
+            "block": self.block,
+            "engine": self.engine,
+            "parent": parent,
             "model": self.model,
             "megatron": self.megatron,
             "optim": self.optim,
-            "fsdp": fsdp_block(draft, self),
+            "fsdp": fsdp,
+            "sharding": self.megatron if is_megatron(draft) else fsdp,
         }
-        return {"engine": self.engine, "parent": parent, **blocks}
 
 
 _HYBRID = "actor_rollout_ref"
@@ -120,6 +128,7 @@ def fsdp_block(draft: Draft, role: OldRole) -> str:
     return next((block for block in role.fsdp if draft.old.has(block)), role.fsdp[0])
 
 
+@role_fact
 def sequence_parallel(draft: Draft, role: OldRole) -> int:
     """Return the ranks that shared a sequence (Ulysses), as the release read it."""
     keys = ulysses_keys(role)
