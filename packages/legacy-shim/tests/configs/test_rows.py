@@ -60,6 +60,7 @@ SHORT = {
     "@ppo": "verl.trainer.main_ppo",
     "@megatron": "verl.trainer.main_ppo --config-name=ppo_megatron_trainer",
     "@actor": "actor_rollout_ref.actor",
+    "@model": "actor_rollout_ref.model",
     "@loss": "actor_rollout_ref.actor.policy_loss",
     "@rollout": "actor_rollout_ref.rollout",
     "@turns": "actor_rollout_ref.rollout.multi_turn",
@@ -160,7 +161,10 @@ v0.6.0 @ppo @first=True @first_threshold=2
 v0.6.0 @ppo @first=True @first_threshold=2 @first_mode=mask
 v0.7.0 verl.trainer.sft_trainer engine.offload_policy=True
 v0.7.0 verl.trainer.sft_trainer engine=megatron engine.tensor_model_parallel_size=2
-v0.7.0 verl.trainer.main_generation model.path=null
+v0.7.0 verl.trainer.main_generation model.path=null data.path=null
+v0.7.0 verl.trainer.sft_trainer data.train_files=null
+v0.7.0 @ppo data.train_files=null @model.lora_rank=8 @model.lora.rank=8
+v0.7.0 @ppo @model.lora_rank=8 @model.lora.rank=16
 v0.7.0 verl.trainer.main_generation_server @rollout.temperature=0 @rollout.response_length=20000
 """
 """Runs for rows that no example of rules.tsv exercises: release, entry and overrides.

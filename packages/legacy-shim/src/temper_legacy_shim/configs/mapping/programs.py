@@ -48,8 +48,8 @@ def paths_of(draft: Draft, key: str) -> list[str]:
     return [from_home(str(item)) for item in items if item not in (None, "")]
 
 
-def put_source(draft: Draft, *, new: str, old: str) -> bool:
-    """Set a data source; return False if there is none."""
+def put_source(draft: Draft, *, new: str, old: str) -> None:
+    """Set a data source, or ask for the one that is trained on."""
     paths = paths_of(draft, old)
     kinds = {"jsonl" if path.endswith((".jsonl", ".json")) else "parquet" for path in paths}
     apply_rows(
@@ -62,7 +62,6 @@ def put_source(draft: Draft, *, new: str, old: str) -> bool:
         is_mixed=len(kinds) > 1,
         has_json=any(path.endswith(".json") for path in paths),
     )
-    return bool(paths)
 
 
 def sources(draft: Draft) -> list[str]:
@@ -71,8 +70,7 @@ def sources(draft: Draft) -> list[str]:
 
 def build_rl_data(draft: Draft) -> None:
     """Set training and held-out prompts of a PPO-like run."""
-    if not put_source(draft, new="data.train", old="data.train_files"):
-        draft.find("data-files.no-prompts", "data.train_files")
+    put_source(draft, new="data.train", old="data.train_files")
     if evaluates(draft):
         put_source(draft, new="data.eval", old="data.val_files")
     for source in sources(draft):
@@ -98,8 +96,7 @@ def build_sft(draft: Draft) -> None:
 
 def _build(draft: Draft, role: OldRole) -> None:
     apply_rows(draft, "sft")
-    if not put_source(draft, new="data.train", old="data.train_files"):
-        draft.find("data-files.no-demonstrations", "data.train_files")
+    put_source(draft, new="data.train", old="data.train_files")
     put_source(draft, new="data.eval", old="data.val_files")
     apply_rows(draft, "sft-evaluation")
     build_role(draft, role)
@@ -185,8 +182,7 @@ def build_generate_task(draft: Draft) -> None:
     apply_rows(draft, "generation")
     is_server = draft.old.has("actor_rollout_ref.rollout.n")  # composed on the tree of main_ppo
     files = "data.path" if draft.text("data.path") else "data.train_files"
-    if not put_source(draft, new="data.train", old=files):
-        draft.find("data-files.no-path", "data.path")
+    put_source(draft, new="data.train", old=files)
     apply_rows(draft, "generation-data")
     _sampling(draft, "actor_rollout_ref.rollout" if is_server else "rollout", is_server=is_server)
     _output(draft)

@@ -256,11 +256,9 @@ def build_teachers(draft: Draft) -> None:
         key.removeprefix(f"{_TEACHERS}.").partition(".")[0] for key in draft.old.below(_TEACHERS)
     }
     taught = [name for name in sorted(names) if draft.text(f"{_TEACHERS}.{name}.model_path")]
-    if not taught:
-        draft.find("distillation.no-model", "distillation.enabled")
     for name in taught:
         apply_rows(draft, "teacher", teacher=name)
-    apply_rows(draft, "distillation", has_routes=len(taught) > 1)
+    apply_rows(draft, "distillation", num_teachers=len(taught), has_routes=len(taught) > 1)
 
 
 @fact

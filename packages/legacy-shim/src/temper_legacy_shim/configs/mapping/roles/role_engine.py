@@ -126,7 +126,10 @@ def build_lora(draft: Draft, role: OldRole) -> None:
     read, unread = f"{lora}rank", f"{other}rank"
     rank, other_rank = draft.integer(read) or 0, draft.integer(unread) or 0
     if other_rank > 0:
-        _unread(draft, read=read, unread=unread, rank=rank, other=other_rank)
+        kind = "Megatron" if is_megatron(draft) else "FSDP"
+        apply_rows(
+            draft, "lora-family", read=read, unread=unread, rank=rank, other=other_rank, kind=kind
+        )
     blocks = role.blocks(draft)
     if draft.text(f"{lora}adapter_path"):
         apply_rows(draft, "lora-path", **blocks, lora=lora)
@@ -147,23 +150,6 @@ def build_lora(draft: Draft, role: OldRole) -> None:
             first=draft.text(f"{block}.lora_A_init_method") or "xavier",
             second=draft.text(f"{block}.lora_B_init_method") or "zero",
         )
-
-
-def _unread(draft: Draft, *, read: str, unread: str, rank: int, other: int) -> None:
-    if rank == other:
-        draft.explain_drop(unread, f"the engine read {read}, which says the same")
-        return
-    kind = "Megatron" if is_megatron(draft) else "FSDP"
-    draft.find(
-        "lora-family",
-        read,
-        unread,
-        unread=unread,
-        other=other,
-        rank=rank,
-        kind=kind,
-        detail="all weights, without an adapter" if rank == 0 else f"an adapter of rank {rank}",
-    )
 
 
 def _names(value: Plain) -> Plain:
