@@ -5,10 +5,18 @@ from collections.abc import Callable
 
 from torch.multiprocessing.spawn import start_processes
 
-# Fork from a server that has imported torch once: an import takes seconds in each spawned process.
-# The server has no threads, which a fork would lose.
+# Fork from a server that has imported once what the tests import: an import takes seconds in each
+# process. The server has no threads, which a fork would lose.
 multiprocessing.set_forkserver_preload(
-    ["pytest", "torch.distributed", "temper_engine_api.distributed.rank_failures"]
+    [
+        "hypothesis",
+        "pytest",
+        "temper_engine_api.distributed.rank_failures",
+        "temper_engine_api.engine",
+        # The first optimizer of a process imports this.
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+    ]
 )
 
 
