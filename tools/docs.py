@@ -10,9 +10,10 @@ that of its record.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
-import subprocess
+import runpy
 import sys
 import tempfile
 import tomllib
@@ -33,6 +34,11 @@ from tools.page_commands import (
 )
 from tools.pages import PAGES, Block, join_blocks, split_page
 
+_SERVER = multiprocessing.get_context("forkserver")
+# Most programs import these, which takes seconds in a process of its own.
+_SERVER.set_forkserver_preload(
+    ["temper_engine_fsdp.engine", "temper_trainer.algorithms", "tools.family_table", "torch._dynamo"]
+)
 LIMIT_S = 120
 """Time limit for the Python blocks of a page."""
 
@@ -108,31 +114,33 @@ def run_blocks(page: Path, code: str, *, work: Path | None = None) -> list[str]:
     if not code.strip():
         return []
     with tempfile.TemporaryDirectory(prefix="temper-docs-") as folder:
-        program = Path(folder) / "blocks.py"
+        program, output = Path(folder) / "blocks.py", Path(folder) / "output.txt"
         program.write_text(code)
         empty = Path(folder) / "work"
         empty.mkdir()
-        try:
-            done = subprocess.run(
-                [sys.executable, str(program)],
-                cwd=work or empty,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-                check=False,
-                # One thread by default, because other steps of `dev.py test` run meanwhile.
-                env=os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")},
-            )
-        except subprocess.TimeoutExpired:
+        # One thread by default, because other steps of `dev.py test` run meanwhile.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        process = _SERVER.Process(target=_run_program, args=(program, work or empty, output))
+        process.start()
+        process.join(LIMIT_S)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
             return [f"{page}: the Python blocks took more than {LIMIT_S} s: shorten them"]
-        if done.returncode == 0:
+        if process.exitcode == 0:
             return []
-        return [
-            f"{page}: the Python blocks failed\n{done.stdout}{done.stderr}".replace(
-                str(program), str(page)
-            )
-        ]
+        text = output.read_text(errors="replace").replace(str(program), str(page))
+        return [f"{page}: the Python blocks failed\n{text}"]
+
+
+def _run_program(program: Path, work: Path, output: Path) -> None:
+    """Run a program as `python PROGRAM` would; write what it prints to the file `output`."""
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(work)
+    sys.argv, sys.path[0] = [str(program)], str(program.parent)
+    runpy.run_path(str(program), run_name="__main__")
 
 
 def check_page(page: Path, *, name: str) -> list[str]:
