@@ -37,7 +37,12 @@ from tools.pages import PAGES, Block, join_blocks, split_page
 _SERVER = multiprocessing.get_context("forkserver")
 # Most programs import these, which takes seconds in a process of its own.
 _SERVER.set_forkserver_preload(
-    ["temper_engine_fsdp.engine", "temper_trainer.algorithms", "tools.family_table", "torch._dynamo"]
+    [
+        "temper_engine_fsdp.engine",
+        "temper_trainer.algorithms",
+        "tools.family_table",
+        "torch._dynamo",
+    ]
 )
 LIMIT_S = 120
 """Time limit for the Python blocks of a page."""

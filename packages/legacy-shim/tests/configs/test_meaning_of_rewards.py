@@ -184,8 +184,8 @@ def test_rewards_of_a_sample_mean_the_same(
     facts: Path, invocations: list[dict[str, object]]
 ) -> None:
     rows = [row for row in invocations if comparable(row)]
-    # All runs take minutes to compose: a sixth of those that set a reward, and some others.
-    chosen = [row for row in rows if "reward" in str(row["overrides"])][::6] + rows[::80]
+    # All runs take minutes to compose: a twelfth of those that set a reward, and some others.
+    chosen = [row for row in rows if "reward" in str(row["overrides"])][::12] + rows[::80]
     results = results_of(facts, chosen)
     assert {name: result for name, result in results.items() if result} == {}
     assert len(results) >= 30

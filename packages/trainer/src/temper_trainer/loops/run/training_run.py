@@ -237,15 +237,16 @@ def _describe_start(
             without one.
         has_saved_tokenizer: True if this start uses the tokenizer of existing weights.
     """
-    yield from describe_changes(
-        previous_settings,
-        read_settings(folder.root),
-        restored_parts=() if checkpoint is None else list_restored_parts(checkpoint),
-        # A damaged model is written again. For this, the warm start may continue to train.
-        has_warm_start_model=config.warm_start is not None
-        and find_damaged_model(folder.warm_start.model) is None,
-        has_saved_tokenizer=has_saved_tokenizer,
-    )
+    if previous_settings:
+        yield from describe_changes(
+            previous_settings,
+            read_settings(folder.root),
+            restored_parts=() if checkpoint is None else list_restored_parts(checkpoint),
+            # A damaged model is written again. For this, the warm start may continue to train.
+            has_warm_start_model=config.warm_start is not None
+            and find_damaged_model(folder.warm_start.model) is None,
+            has_saved_tokenizer=has_saved_tokenizer,
+        )
     if config.task in INFERENCE_TASKS:
         return
     yield describe_policy(config.run)
