@@ -6,10 +6,14 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.batches import build_batches
 from temper_legacy_shim.configs.mapping.rl.reward_functions import build_reward
 from temper_legacy_shim.configs.mapping.rl.rl_algorithm import build_algorithm
-from temper_legacy_shim.configs.mapping.rl.rl_facts import evaluates, has_eval_data, needs_critic
+from temper_legacy_shim.configs.mapping.rl.rl_facts import (
+    evaluates,
+    has_eval_data,
+    is_async,
+    needs_critic,
+)
 from temper_legacy_shim.configs.mapping.rl.rollout import (
     build_rollout,
-    build_staleness,
     build_teachers,
     build_turns,
 )
@@ -245,7 +249,8 @@ def build_ppo(draft: Draft) -> None:
     build_rollout(draft)
     build_selection(draft)
     build_turns(draft)
-    build_staleness(draft)
+    if is_async(draft):
+        apply_rows(draft, "staleness")
     build_teachers(draft)
     build_reward(draft)
     build_run(draft)

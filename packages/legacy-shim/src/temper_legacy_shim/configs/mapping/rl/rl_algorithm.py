@@ -76,12 +76,6 @@ def reads_clip_ratio(draft: Draft) -> bool:
 
 
 @fact
-def equals_clip_ratio(draft: Draft) -> bool:
-    """Check if the lower bound has the value that was given for both."""
-    return draft.old.get(f"{ACTOR}.clip_ratio") == draft.old.get(clip_low_key(draft))
-
-
-@fact
 def clips(draft: Draft) -> bool:
     """Check if the ratio can differ from 1, which it cannot in the one update of a step."""
     has_other_ratio = takes_sampler_logprobs(draft) or kl_coefs(draft)[1] != 0

@@ -6,7 +6,6 @@ from temper_legacy_shim.configs.mapping.builder import Draft
 from temper_legacy_shim.configs.mapping.rl.rl_facts import (
     evaluates,
     has_sampler_gpus,
-    is_async,
     reads_top_k,
     response_key,
     uses_servers,
@@ -225,12 +224,6 @@ def _limits(draft: Draft) -> list[str]:
 @fact
 def reads_max_turns(draft: Draft) -> bool:
     return f"{TURNS}.max_turns" in _limits(draft)
-
-
-def build_staleness(draft: Draft) -> None:
-    """Set a bound on sample age from the fraction of stale samples."""
-    if is_async(draft):
-        apply_rows(draft, "staleness")
 
 
 @fact
