@@ -54,7 +54,7 @@ SHAPE = {
 }
 """Layer sizes of Qwen/Qwen2.5-0.5B."""
 TEACHER = "grpo"
-"""Name of the run whose saved model is the teacher of `distillation`."""
+"""Run that teaches `distillation`, and whose warm start others continue."""
 RUNS: dict[str, tuple[str, ...]] = {
     "grpo": (),
     "ppo": ("algorithm=ppo", "algorithm.group_size=4", "critic.engine.optimizer.lr=3e-5"),
@@ -101,8 +101,8 @@ FROM_WARM_START: dict[str, tuple[str, ...]] = {
     ),
 }
 """Configuration overrides of runs that start from the warm start of `grpo`."""
-WARM_START_OF = dict.fromkeys(FROM_WARM_START, "grpo") | {"long-async": "long-sync"}
-"""Runs that start from the warm start of another run, which must be complete."""
+WARM_START_OF = dict.fromkeys(FROM_WARM_START, TEACHER) | {"long-async": "long-sync"}
+"""Run whose warm start each of these runs continues; its warm start must be complete."""
 SUPERVISED_RUNS = ("sft", "dpo", "reward-model")
 """Runs without sampling, so without rewards or evaluations during training."""
 _TOOL = (

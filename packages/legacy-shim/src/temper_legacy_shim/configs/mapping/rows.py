@@ -62,7 +62,7 @@ Role = TypeVar("Role")
 FACTS: dict[str, Callable[..., object]] = {}
 """Functions of the draft, by the name that rows use."""
 _ROLE_FACTS: set[str] = set()
-"""Names of those that take the role, too."""
+"""Names of the facts that take a role as well as the draft."""
 _MAY_BE_NONE = ("integer", "text", "float", "switch", "path", "list")
 CONVERTERS = (
     *("number", "any", "size", "natural", "count", "frequency", "value", "group", "fact", "words"),
@@ -76,7 +76,7 @@ _CONDITION = re.compile(
 )
 
 _REPORTED = re.compile(r"(?P<value>[^?!]*)(?P<mark>[?!])(?P<message>.+)")
-"""Result of a word that is reported."""
+"""New word of ``words`` with a report: the word, ``?`` or ``!``, and the name of a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Row:
     """Fact that a whole number is multiplied by."""
     is_verbatim: bool
     is_last: bool
-    """True if it ends the step."""
+    """True if no later row of the step is applied."""
     when: tuple[Condition, ...]
     """Conditions that are the same for each old key of the row."""
     when_key: tuple[Condition, ...]
@@ -427,9 +427,8 @@ def _report(draft: Draft, row: Row, keys: tuple[str, ...], names: _Names) -> Non
         "old": _Lookup(draft.text),
         "settings": _Lookup(draft.value),
     }
-    if (
-        "{value" in template and "value" not in names
-    ):  # a reason may be about a block, whose value takes long to compose
+    # A reason may be about a block, whose value takes long to compose.
+    if "{value" in template and "value" not in names:
         shown["value"] = draft.old.get(keys[0])
     text = template.format_map(_Names(draft, {**names, **shown}))
     if level == "dropped":
