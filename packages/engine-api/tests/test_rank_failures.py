@@ -5,6 +5,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from temper_engine_api.distributed import rank_failures
 from temper_engine_api.distributed.process_group import (
     ThreadGroup,
     join_default_group,
@@ -484,6 +486,64 @@ def test_call_that_ends_after_a_declaration_raises() -> None:
     assert returned == ["norm"]
     with pytest.raises(RankFailedError, match="rank 1 raised"):
         first.check()
+
+
+def test_device_collectives_are_aborted_together_and_those_of_the_failed_rank_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Check the order without a device: an abort frees memory that kernels of other ranks read."""
+    store = dist.HashStore()
+    ranks = [RankFailures(store, rank=rank, world_size=3) for rank in range(3)]
+    events = list[str]()
+
+    def abort() -> None:
+        events.append(f"{threading.current_thread().name} aborts")
+        time.sleep(0.1)
+        events.append(f"{threading.current_thread().name} has aborted")
+
+    def learn(rank: int, *, after_s: float) -> None:
+        time.sleep(after_s)
+        events.append(f"rank {rank} learns")
+        with pytest.raises(RankFailedError, match="rank 2 raised in an update"):
+            ranks[rank].check_store()
+
+    def fail() -> None:
+        with pytest.raises(RuntimeError), ranks[2].report_failure("an update"):
+            raise RuntimeError("bad sample")
+
+    monkeypatch.setattr(rank_failures, "has_device_groups", lambda: True)
+    monkeypatch.setattr(rank_failures, "abort_device_collectives", abort)
+    monkeypatch.setattr(rank_failures, "AGREEMENT_S", 0.1)
+    threads = [
+        threading.Thread(name="rank 0", target=learn, args=(0,), kwargs={"after_s": 0.3}),
+        threading.Thread(name="rank 1", target=learn, args=(1,), kwargs={"after_s": 0.6}),
+        threading.Thread(name="rank 2", target=fail),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert events[:2] == ["rank 0 learns", "rank 1 learns"]
+    assert set(events[2:6]) == {
+        f"rank {rank} {event}" for rank in range(2) for event in ("aborts", "has aborted")
+    }
+    assert events[6:] == ["rank 2 aborts", "rank 2 has aborted"]
+
+
+def test_rank_does_not_wait_for_the_abort_of_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    failures = RankFailures(dist.HashStore(), rank=0, world_size=2)
+    aborts = list[float]()
+    monkeypatch.setattr(rank_failures, "has_device_groups", lambda: True)
+    monkeypatch.setattr(
+        rank_failures, "abort_device_collectives", lambda: aborts.append(time.monotonic())
+    )
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError), failures.report_failure("an update"):
+        raise RuntimeError("Connection reset by peer")  # with it, the rank agrees within 1 s
+    assert len(aborts) == 1
+    assert aborts[0] - begin < 10  # a busy machine; 4 s on an idle one
 
 
 def test_rank_that_arrives_after_the_declaration_learns_of_it() -> None:

@@ -111,8 +111,16 @@ def count_collectives(*, in_background: bool = False) -> dict[str, int]:
     return counts
 
 
+def has_device_groups() -> bool:
+    """Return True if a group of this process has collectives that NCCL runs on the device."""
+    return any(map(_has_nccl, list_groups()))
+
+
 def abort_device_collectives() -> None:
     """Abort NCCL's collectives, in which this or another thread may wait on the device.
+
+    Requires a group for which `has_device_groups` is true. A kernel of another rank of this host
+    must not wait any more, because it could access the memory that the abort frees.
 
     The abort of a group frees device memory, which waits for every kernel on the device. A kernel
     of another group may itself wait for the failed rank until that group is aborted. So one after
@@ -120,10 +128,9 @@ def abort_device_collectives() -> None:
     (github.com/pytorch/pytorch/issues/119797).
     """
     backends = [group._get_backend(_CUDA) for group in list_groups() if _has_nccl(group)]
-    if backends:
-        with ThreadPoolExecutor(len(backends)) as pool:
-            for aborted in [pool.submit(backend.abort) for backend in backends]:
-                aborted.result()
+    with ThreadPoolExecutor(len(backends)) as pool:
+        for aborted in [pool.submit(backend.abort) for backend in backends]:
+            aborted.result()
 
 
 def close_connections(other_ends: set[str]) -> None:

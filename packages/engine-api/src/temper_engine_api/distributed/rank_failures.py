@@ -13,9 +13,9 @@ After an exception:
    ranks name the same failure. The rank then closes its connections to the other ranks, including
    connections of the group's other engines. When ranks wait in a gloo collective, it fails at once,
    and they raise RankFailedError with the failure from the store. With NCCL, a thread on each rank
-   reads the declaration and aborts the collective, and every call checks for a declaration before
-   it returns. A call that did not wait for its collectives may have returned by then; the next one
-   raises.
+   reads the declaration, and the ranks abort their collectives together. Every call checks for a
+   declaration before it returns. A call that did not wait for its collectives may have returned by
+   then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
 `reported_calls` encloses an engine's public methods. `train_mode()`, `eval_mode()`,
@@ -55,7 +55,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -71,6 +71,7 @@ from temper_engine_api.distributed.rank_connections import (
     end_interrupted_batches,
     ends_at_once,
     find_new_connections,
+    has_device_groups,
     has_lost_connection,
     list_own_connections,
 )
@@ -87,6 +88,9 @@ AGREEMENT_S = 4.0
 that leaves time for a slow store or a busy host."""
 WATCH_INTERVAL_S = 1.0
 """Interval at which a rank with NCCL checks the store for a declaration."""
+ABORT_WAIT_S = 3 * WATCH_INTERVAL_S
+"""Time for which a rank with NCCL waits for the others before it aborts its collectives. They learn
+of a failure within WATCH_INTERVAL_S; a rank whose process has ended never does."""
 BuildStage = Literal["begin to build", "build"]
 """Points of `init_model` at which ranks wait for each other."""
 MAX_MESSAGE = 2000
@@ -600,10 +604,40 @@ class RankFailures:
             )
             self._group.broken = f"{failure.rstrip('.')}. The connections {advice}"
             engines = list(self._group.engines)
-        if not self._in_background:
-            abort_device_collectives()
+        if not self._in_background and has_device_groups():
+            self._abort_together(failure)
         # Close connections of all engines: a rank that is ahead may wait in the next engine.
         close_connections(set[str]().union(*(engine._other_ends() for engine in engines)))
+
+    def _abort_together(self, failure: str) -> None:
+        """Abort the collectives of all ranks at the same time, and those of the failed rank last.
+
+        On one host, kernels of NCCL access the memory of other ranks, and an abort frees it
+        (github.com/NVIDIA/nccl/issues/863). A kernel that still waits for a rank whose memory is
+        freed ends with an illegal memory access, after which its process cannot use the GPU.
+        """
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        # As a rule, no kernel of the failed rank waits for another rank, so it aborts last.
+        is_last = failure.startswith(f"rank {self._rank} ")
+        self._publish_abort("began")
+        self._wait_for_aborts(
+            [self._abort_key("ended" if is_last else "began", rank) for rank in others]
+        )
+        abort_device_collectives()
+        self._publish_abort("ended")
+
+    def _abort_key(self, event: Literal["began", "ended"], rank: int) -> str:
+        return f"{self._group.declaration_key}/abort {event}/{rank}"
+
+    def _publish_abort(self, event: Literal["began", "ended"]) -> None:
+        with suppress(dist.DistError):  # the others abort without this rank after ABORT_WAIT_S
+            self._store.set(self._abort_key(event, self._rank), "")
+
+    def _wait_for_aborts(self, keys: list[str]) -> None:
+        deadline = time.monotonic() + ABORT_WAIT_S
+        with suppress(dist.DistError):  # without the store, the ranks cannot wait for each other
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
 
     def _other_ends(self) -> set[str]:
         """Return the remote ends of this engine's connections."""
