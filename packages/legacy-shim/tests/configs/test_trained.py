@@ -46,6 +46,7 @@ HERE = (
     "actor.engine.device=cpu",
     "actor.engine.precision.compute=fp32",
     "run.num_threads=1",
+    "run.report=false",
     "rollout.dtype=fp32",
     "run.table_every=0",
 )
@@ -53,7 +54,7 @@ HERE = (
 
 Later files win, as a user's own settings would.
 """
-HERE_SFT = HERE[:3]
+HERE_SFT = HERE[:4]
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "grpo": (
         "v0.7.0",

@@ -32,6 +32,7 @@ SMALL = (
     "run.table_every=0",
     "run.num_threads=1",
     "run.save_model=false",
+    "run.report=false",
     "run.trackers=[jsonl]",
     "reward.function=random_rewards:fraction_of_even",
 )

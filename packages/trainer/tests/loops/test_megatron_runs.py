@@ -30,6 +30,7 @@ SFT = (
     "data.eval.max_rows=8",
     "batching.prompts_per_step=16",
     "run.num_threads=1",
+    "run.report=false",
 )
 PPO = (
     "algorithm=ppo",

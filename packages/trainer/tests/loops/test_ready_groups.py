@@ -340,6 +340,8 @@ def sample_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [read(completion.tokens) for _, batch in trained for _, completion in batch]
 
 
+# Nightly: the test above runs the same loop, and test_async_sampler.py continues stop texts.
+@pytest.mark.nightly
 def test_lengths_keep_their_distribution_if_stop_texts_are_interrupted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -166,7 +166,8 @@ def test_sigterm_in_a_step_that_holds_the_gil_keeps_the_last_checkpoint(
 def test_sigterm_during_startup_starts_no_step_and_the_command_can_be_repeated(
     environment: dict[str, str], tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, short = tmp_path / "run", ("run.total_steps=1", "run.save_model=false")
+    folder = tmp_path / "run"
+    short = ("run.total_steps=1", "run.save_model=false", "run.report=false")
     process = start(environment, folder, *short)
     while not (folder / "config.yaml").exists():
         assert process.poll() is None, process.communicate()[1]
@@ -233,7 +234,12 @@ def test_second_ctrl_c_without_a_checkpoint_does_not_promise_one(
     run, slow = tmp_path / "run", "reward.function=temper_trainer_test_rewards:slow_after_two_steps"
     # Longer than the time between the two signals, so that the step does not end and save.
     environment = environment | {"TEMPER_TEST_WAIT_S": "5"}
-    process = start(environment, run, slow, "run.total_steps=1000", "run.save_interval_s=null")
+    process = start(
+        environment,
+        run,
+        slow,
+        *("run.total_steps=1000", "run.save_interval_s=null", "run.report=false"),
+    )
     wait_for_step(run, step=2, process=process)
     while Path(environment["TEMPER_TEST_MARKER"]).stat().st_size <= 32:
         assert process.poll() is None, process.communicate()[1]
