@@ -48,6 +48,7 @@ NOT_RUN = {
     "sbatch": "submits a job; tools/tests/test_examples.py checks the script's commands",
     "git": "changes the reader's repository; tests of tools/release.py use temporary ones",
     "ray get-auth-token": "writes ~/.ray/auth_token, and prints it",
+    "chmod": "changes the permissions of the file that the command before it writes",
     "ray start": "starts a cluster; nightly tests of packages/trainer start two nodes",
     "vllm serve": "starts a server, in an environment with vLLM",
     "openssl rand": "makes a secret, which the next commands read",

@@ -39,6 +39,7 @@ from temper_trainer.runtime.ray.ray_replica import (
     ReplicaHandle,
 )
 from temper_trainer.runtime.ray.ray_sampler import RaySampler, SamplerActor, SamplerHandle
+from temper_trainer.runtime.ray.ray_token import protect_token_file
 from temper_trainer.runtime.ray.ray_worker_group import (
     RayWorkerGroup,
     RoleActor,
@@ -330,6 +331,7 @@ def _start_or_join(address: str | None, bind_address: str) -> None:
     os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = str(
         int(ray_constants.ENABLE_RAY_CLUSTER)
     )
+    protect_token_file(is_starting=starts_here)
     root = make_ray_root() if starts_here else None
     with ExitStack() as stack:
         if root is not None:
