@@ -192,6 +192,34 @@ def test_tensor_parallelism_of_servers_must_divide_the_attention_heads(
     )
 
 
+def test_tensor_parallelism_must_divide_the_heads_of_an_architecture_and_of_a_teacher(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.jsonl").write_text('{"question": "1+1?", "answer": "#### 2"}\n')
+    built = [
+        f"data.train.paths=[{tmp_path}/train.jsonl]",
+        "actor.engine.model.architecture={model_type:qwen2,num_attention_heads:4}",
+        "data.tokenizer.kind=word_level",
+        "rollout.sampler=vllm",
+    ]
+    assert refusal([*built, "rollout.vllm.tensor_parallel_size=3"]) == (
+        "rollout.vllm.tensor_parallel_size is 3, which does not divide the 4 attention heads in "
+        "actor.engine.model.architecture: choose a divisor."
+    )
+    make_model(tmp_path / "teacher")
+    fields = {"model_type": "qwen2", "num_attention_heads": 14}
+    (tmp_path / "teacher" / "config.json").write_text(json.dumps(fields))
+    taught = [
+        *(*built, "algorithm=distill", "task=distill"),
+        f"teachers.math.engine.model.path={tmp_path}/teacher",
+        "teachers.math.backend=vllm",
+    ]
+    assert refusal([*taught, "teachers.math.num_workers=4"]) == (
+        "teachers.math.num_workers is 4, which does not divide the 14 attention heads of the model "
+        f"in {tmp_path}/teacher: choose a divisor."
+    )
+
+
 def test_sampled_evaluation_of_a_saved_model_must_leave_a_position_for_a_prompt(
     there: list[str], tmp_path: Path
 ) -> None:

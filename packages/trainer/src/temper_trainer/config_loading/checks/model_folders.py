@@ -44,7 +44,7 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
                 "its tokens cannot be compared with the policy's: copy the tokenizer's files there."
             )
     yield from _find_position_problems(config)
-    yield from _find_sampling_parallelism_problems(config)
+    yield from _find_served_parallelism_problems(config)
     # After a warm start, the model that it saved is the adapter's base model.
     has_base = config.actor.engine.model.path is not None or config.warm_start is not None
     if config.weight_sync.content == "adapter":
@@ -146,17 +146,35 @@ def _find_position_problems(config: TrainerConfig) -> Iterator[str]:
             )
 
 
-def _find_sampling_parallelism_problems(config: TrainerConfig) -> Iterator[str]:
-    """Yield why vLLM could not divide the attention heads of the actor's model among GPUs."""
-    size, path = config.rollout.vllm.tensor_parallel_size, config.actor.engine.model.path
-    if not config.generates_completions or config.rollout.sampler != "vllm" or path is None:
-        return
-    model_fields = select_text_fields(read_json_fields(Path(path) / "config.json"))
-    num_heads = model_fields.get("num_attention_heads")
+def _find_served_parallelism_problems(config: TrainerConfig) -> Iterator[str]:
+    """Yield why vLLM could not divide the attention heads of a model among GPUs."""
+    if config.generates_completions and config.rollout.sampler == "vllm":
+        size = config.rollout.vllm.tensor_parallel_size
+        yield from _find_head_problems(
+            "rollout.vllm.tensor_parallel_size", size, role="actor", model=config.actor.engine.model
+        )
+    for name, teacher in config.teachers.items():
+        if teacher.backend == "vllm":
+            yield from _find_head_problems(
+                f"teachers.{name}.num_workers",
+                teacher.num_workers,
+                role=f"teachers.{name}",
+                model=teacher.engine.model,
+            )
+
+
+def _find_head_problems(key: str, size: int, *, role: str, model: ModelSpec) -> Iterator[str]:
+    if model.path is None:
+        location = f"in {role}.engine.model.architecture"
+        fields: Mapping[str, object] = model.architecture
+    else:
+        location = f"of the model in {model.path}"
+        fields = read_json_fields(Path(model.path) / "config.json")
+    num_heads = select_text_fields(fields).get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % size:
         yield (
-            f"rollout.vllm.tensor_parallel_size is {size}, which does not divide the {num_heads} "
-            f"attention heads of the model in {path}: choose a divisor."
+            f"{key} is {size}, which does not divide the {num_heads} attention heads {location}: "
+            "choose a divisor."
         )
 
 
