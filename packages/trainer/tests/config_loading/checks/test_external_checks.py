@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Mapping
@@ -1172,6 +1173,21 @@ def test_versions_of_the_servers_interpreter_are_checked_before_the_run(
 def test_interpreter_that_fails_is_named(there: list[str], tmp_path: Path) -> None:
     python = interpreter(tmp_path, says="", status=3)
     with pytest.raises(ConfigError, match=r"could not list its packages \(exit status 3\)"):
+        check_libraries(load([*there, "rollout=vllm", f"runtime.rollout_python={python}"]).config)
+
+
+def test_text_before_the_list_of_packages_is_ignored(there: list[str], tmp_path: Path) -> None:
+    packages = {"temper_trainer": "", "temper_engine_api": "", "vllm": "0.32.0"}
+    python = interpreter(tmp_path, says="welcome\n" + json.dumps({"packages": packages}))
+    check_libraries(load([*there, "rollout=vllm", f"runtime.rollout_python={python}"]).config)
+
+
+@pytest.mark.parametrize("text", ["", "hello", "[]"])
+def test_program_that_is_no_python_is_refused(there: list[str], tmp_path: Path, text: str) -> None:
+    python = interpreter(tmp_path, says=text)
+    with pytest.raises(
+        ConfigError, match=rf"could not list its packages \(it printed '{re.escape(text)}'"
+    ):
         check_libraries(load([*there, "rollout=vllm", f"runtime.rollout_python={python}"]).config)
 
 

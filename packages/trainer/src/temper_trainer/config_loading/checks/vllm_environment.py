@@ -93,14 +93,31 @@ def describe_environment(python: str) -> dict[str, Any] | None:
         raise ConfigError(
             f"runtime.rollout_python is {python}, which cannot be executed: {error.strerror}."
         ) from error
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    answer = _parse_answer(done.stdout)
+    if done.returncode or answer is None:
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        else:
+            last = f"it printed {_read_last_line(done.stdout)!r}"
         raise ConfigError(
             f"runtime.rollout_python is {python}, which could not list its packages ({last}): "
             "give a working Python, 3.11 or later."
         )
-    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
+
+
+def _parse_answer(output: str) -> dict[str, Any] | None:
+    """Return what `vllm_versions` printed, or None if another program printed the output."""
+    try:
+        # Only the last line, because a start script of the environment may print a greeting.
+        answer = json.loads(_read_last_line(output))
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) and "packages" in answer else None
+
+
+def _read_last_line(text: str) -> str:
+    return "".join(text.strip().splitlines()[-1:])
 
 
 def find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
