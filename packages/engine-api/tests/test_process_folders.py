@@ -28,6 +28,19 @@ folder.mkdir()
 print(folder, flush=True)
 sys.stdin.read()
 """
+LOCK = """
+import os, sys
+from pathlib import Path
+from temper_engine_api.process_folders import lock_folder, make_folder_path
+parts = make_folder_path("weights", root=Path(sys.argv[1])).name.split("-")
+folder = Path(sys.argv[1]) / "-".join([*parts[:5], "00000000", parts[6]])
+folder.mkdir()
+for _ in range(2):
+    lock_folder(folder)
+print(folder, flush=True)
+sys.stdin.read()
+"""
+"""Makes a folder as a process in another container does, whose process ids mean nothing here."""
 CLAIM = """
 import os, sys
 from pathlib import Path
@@ -49,8 +62,8 @@ def shared_file() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def start_owner(root: Path) -> tuple["subprocess.Popen[str]", Path]:
-    command = [sys.executable, "-c", MAKE, str(root)]
+def start_owner(root: Path, code: str = MAKE) -> tuple["subprocess.Popen[str]", Path]:
+    command = [sys.executable, "-c", code, str(root)]
     owner = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     return owner, Path(owner.stdout.readline().strip())
@@ -106,6 +119,19 @@ def test_folders_of_other_names_users_and_hosts_are_not_removed(tmp_path: Path) 
         (tmp_path / name).mkdir()
     assert remove_orphans(tmp_path) == []
     assert {path.name for path in tmp_path.iterdir()} == others
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the process ids of Linux")
+def test_locked_folder_of_another_container_is_removed_after_the_end_of_its_process(
+    tmp_path: Path,
+) -> None:
+    owner, folder = start_owner(tmp_path, LOCK)
+    with owner:
+        assert remove_orphans(tmp_path) == []
+        assert folder.is_dir()
+        owner.kill()
+    assert remove_orphans(tmp_path) == [folder]
+    assert not folder.exists()
 
 
 def test_link_or_file_named_like_an_orphan_is_not_removed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Without /proc, as on macOS, nothing shows which processes are dead, and no folde
 """
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
@@ -28,6 +29,10 @@ FOLDER_NAME = re.compile(
 SHARED_MEMORY = Path("/dev/shm")
 _CLAIMS = ".temper-claims"
 """File in a folder that lists files in shared memory: device, inode and name of each."""
+_LOCK = ".temper-lock"
+"""File in a folder that its owner keeps locked; see `lock_folder`."""
+_locks: dict[Path, int] = {}
+"""Descriptors of the locks of this process, by folder."""
 
 
 def make_folder_path(kind: str, *, root: Path) -> Path:
@@ -83,6 +88,24 @@ def claim_shared_memory(folder: Path, files: Iterable[Path]) -> None:
     partial.replace(folder / _CLAIMS)
 
 
+def lock_folder(folder: Path) -> None:
+    """Lock a folder of this process until the process ends. Idempotent.
+
+    Use this for large folders in shared memory. Containers may share it, but not process ids, so
+    the lock alone shows a process in another container whether the owner lives.
+    """
+    for other in [path for path in _locks if not path.exists()]:
+        os.close(_locks.pop(other))
+    if folder in _locks:
+        return
+    partial = folder / f"{_LOCK}-partial"
+    descriptor = os.open(partial, os.O_CREAT | os.O_RDWR, 0o600)
+    # Locked before it has its name, so that no other process sees it without its lock.
+    fcntl.flock(descriptor, fcntl.LOCK_SH)
+    partial.rename(folder / _LOCK)
+    _locks[folder] = descriptor
+
+
 def remove_folder(folder: Path) -> None:
     """Remove a folder, and the files that `claim_shared_memory` has claimed for it."""
     for device, inode, name in _read_claims(folder):
@@ -118,15 +141,15 @@ def remove_orphans(root: Path) -> list[Path]:
 
     Two things must agree: the name (user, process id, start time, boot and PID namespace) and the
     user who owns the folder on disk. A file or a symbolic link of that name is left alone.
-    Folders of other users are not removed. Neither are folders whose owner ran in another container
-    or before a reboot, because this process cannot look such owners up.
+    Folders of other users are not removed. A folder whose owner ran in another container is removed
+    only if `lock_folder` was called for it, because this process cannot look such an owner up.
 
     Returns:
         The removed folders.
     """
     removed = []
     for folder in root.glob("temper-*"):
-        if not is_orphan(folder.name) or not is_own_folder(folder):
+        if not is_own_folder(folder) or not (is_orphan(folder.name) or _is_unlocked(folder)):
             continue
         remove_folder(folder)
         logger.info("removed %s, which a dead process had left", folder)
@@ -149,6 +172,24 @@ def is_orphan(name: str) -> bool:
     if match is None or int(match["user"]) != os.getuid() or match["space"] != _process_space():
         return False
     return _start_time(int(match["process"])) != int(match["start"])
+
+
+def _is_unlocked(folder: Path) -> bool:
+    """Return True if a process of this user in another container locked a folder, and is dead."""
+    match = FOLDER_NAME.fullmatch(folder.name)
+    if match is None or int(match["user"]) != os.getuid() or match["space"] == _process_space():
+        return False
+    try:
+        descriptor = os.open(folder / _LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # it was never locked, or another process has just removed it
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:  # its owner lives, or this file system has no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return True
 
 
 def _start_time(process: int) -> int | None:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from temper_engine_api.errors import TemperError, WeightError
-from temper_engine_api.process_folders import make_folder_path
+from temper_engine_api.process_folders import lock_folder, make_folder_path
 from temper_engine_api.weights import NamedWeight
 from temper_trainer.rollout.packed_bucket import (
     PackedBucket,
@@ -336,6 +336,7 @@ def recreate_folder(folder: Path) -> None:
     """Create an empty folder; remove what a failed attempt at the same version left."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, mode=0o700)
+    lock_folder(folder.parent)
 
 
 def choose_weight_folder(actor: RankGroup) -> Path:
