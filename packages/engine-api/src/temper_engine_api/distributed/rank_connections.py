@@ -119,8 +119,8 @@ def has_device_groups() -> bool:
 def abort_device_collectives() -> None:
     """Abort NCCL's collectives, in which this or another thread may wait on the device.
 
-    Requires a group for which `has_device_groups` is true. A kernel of another rank of this host
-    must not wait any more, because it could access the memory that the abort frees.
+    Call it only if `has_device_groups` is true, and only when the other ranks of this host abort,
+    too: their kernels could access the memory that the abort frees.
 
     The abort of a group frees device memory, which waits for every kernel on the device. A kernel
     of another group may itself wait for the failed rank until that group is aborted. So one after

@@ -13,9 +13,9 @@ After an exception:
    ranks name the same failure. The rank then closes its connections to the other ranks, including
    connections of the group's other engines. When ranks wait in a gloo collective, it fails at once,
    and they raise RankFailedError with the failure from the store. With NCCL, a thread on each rank
-   reads the declaration, and the ranks abort their collectives together. Every call checks for a
-   declaration before it returns. A call that did not wait for its collectives may have returned by
-   then; the next one raises.
+   reads the declaration and aborts the collectives; the ranks wait for each other to do so. Every
+   call checks for a declaration before it returns. A call that did not wait for its collectives may
+   have returned by then; the next one raises.
 4. Every later call of a rank in a broken group raises the same RankFailedError.
 
 `reported_calls` encloses an engine's public methods. `train_mode()`, `eval_mode()`,
@@ -610,11 +610,12 @@ class RankFailures:
         close_connections(set[str]().union(*(engine._other_ends() for engine in engines)))
 
     def _abort_together(self, failure: str) -> None:
-        """Abort the collectives of all ranks at the same time, and those of the failed rank last.
+        """Abort this rank's collectives once every other rank is ready to abort its own.
 
-        On one host, kernels of NCCL access the memory of other ranks, and an abort frees it
-        (github.com/NVIDIA/nccl/issues/863). A kernel that still waits for a rank whose memory is
-        freed ends with an illegal memory access, after which its process cannot use the GPU.
+        The failed rank waits longer, until the others have aborted theirs. On one host, kernels of
+        NCCL access the memory of other ranks, and an abort frees it
+        (github.com/NVIDIA/nccl/issues/863). A kernel that is still waiting then ends with an
+        illegal memory access, and its process cannot use the GPU any more.
         """
         others = [rank for rank in range(self._world_size) if rank != self._rank]
         # As a rule, no kernel of the failed rank waits for another rank, so it aborts last.
