@@ -7,6 +7,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config_loading import load
+from temper_trainer.config_loading.schema import Plain
 
 from .conftest import RL
 
@@ -152,6 +153,29 @@ def test_hydras_plus_prefix_is_accepted() -> None:
 
 def test_interpolations_can_refer_to_defaults() -> None:
     assert load([*RL, "run.dir=runs/seed-${run.seed}"]).config.run.dir == "runs/seed-0"
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("+reward.arguments.x=${run.seed}", 7),
+        # A key that is a reference itself, a part of a text, an item of a list, a relative key.
+        ("+reward.arguments.x=${reward.arguments.w}", 7),
+        ("+reward.arguments.x='seed ${run.seed}'", "seed 7"),
+        ("+reward.arguments.x='${data.train.paths.0}'", "train.jsonl"),
+        ("+reward.arguments.x=${.y}", 3),
+        ("+reward.arguments.x=${data.eval}", None),
+    ],
+)
+def test_interpolations_have_the_value_of_the_key(setting: str, expected: Plain) -> None:
+    given = ("run.seed=7", "+reward.arguments={w:'${run.seed}',y:3}")
+    loaded = load([*RL, *given, setting]).resolved
+    assert loaded["reward"]["arguments"]["x"] == expected
+
+
+def test_interpolation_that_refers_to_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"run.dir: .*(recursive|Recursive)"):
+        load([*RL, "run.dir=${run.dir}"])
 
 
 def test_interpolation_of_a_missing_key_names_both() -> None:

@@ -6,6 +6,7 @@ process.
 """
 
 import difflib
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -169,11 +170,17 @@ def to_plain_tree(config: DictConfig, *, resolve: bool = False) -> dict[str, Pla
 
 def _repository(config_dir: str | None) -> CachingConfigRepository:
     """Return the config files to search: the user's folder first, so that it overrides ours."""
+    if config_dir is None:
+        return _builtin_repository()
     path = create_config_search_path(BUILTIN_CONFIGS)
-    if config_dir is not None:
-        # First in the search path, so that it takes precedence over the built-in files.
-        path.prepend("user", f"file://{Path(config_dir).resolve()}", "main")
+    path.prepend("user", f"file://{Path(config_dir).resolve()}", "main")
     return CachingConfigRepository(ConfigRepository(path))
+
+
+@functools.cache
+def _builtin_repository() -> CachingConfigRepository:
+    """Return the trainer's config files, which a process reads once."""
+    return CachingConfigRepository(ConfigRepository(create_config_search_path(BUILTIN_CONFIGS)))
 
 
 def _check_has_value(text: str, *, repository: CachingConfigRepository) -> None:
