@@ -215,12 +215,12 @@ def _resolve_references(value: Plain, *, root: Mapping[str, Plain]) -> Plain:
     reference = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
     if reference is None:
         return value
-    found: Plain = dict(root)
+    target: Plain = dict(root)
     for part in reference[1].split("."):
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(target, dict) or part not in target:
             return value
-        found = found[part]
-    return value if _is_resolved_by_omegaconf(found) else copy.deepcopy(found)
+        target = target[part]
+    return value if _is_resolved_by_omegaconf(target) else copy.deepcopy(target)
 
 
 def _merge(defaults: dict[str, Plain], values: Mapping[str, Plain]) -> dict[str, Plain]:
