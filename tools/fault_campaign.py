@@ -55,6 +55,8 @@ are drawn from the seed. A case passes if
 A cold case starts a new interpreter each time; the others fork one that has imported torch. Cases
 from seed 10000 on run on Ray, and are compared with the undisturbed run in one process. Those from
 seed 20000 on sample on a vLLM server, and are compared with an undisturbed run that does so, too.
+There `mismatch/*` may differ by 1e-6, because vLLM's log-probs differ in their last bits between
+two undisturbed runs, too.
 Those from seed 30000 on have `loop=async` or `loop=one_step_off`, and those from seed 40000 on
 `loop=async` on a vLLM server. A resumed run samples again what
 it had sampled ahead, so its numbers are not compared: each step must be logged once, the staleness

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .faults_for_tests import KINDS
+from .faults_for_tests import KINDS, is_equal
 
 PROGRAM = Path(__file__).with_name("faults_for_tests.py")
 Row = dict[str, object]
@@ -51,3 +51,17 @@ def test_run_with_faults_resumes_with_equal_metrics_and_leaves_no_files(
     while (row := next_row())["seed"] != seed:
         continue
     assert row["problems"] == [], row
+
+
+def test_only_the_mismatch_with_a_sampler_may_differ_and_only_a_little() -> None:
+    rows = [{"step": 1, "loss": 0.5, "mismatch/kl": 1e-7}]
+
+    def is_accepted(**changes: float) -> bool:
+        changed = [{**rows[0], **{key.replace("_", "/"): each for key, each in changes.items()}}]
+        return is_equal(changed, rows, mismatch_tolerance=1e-6)
+
+    assert is_accepted(mismatch_kl=2e-7)
+    assert not is_accepted(mismatch_kl=2e-6)
+    assert not is_accepted(loss=0.5 + 1e-9)
+    assert not is_accepted(mismatch_max=0.0)
+    assert not is_equal(rows * 2, rows, mismatch_tolerance=1e-6)
