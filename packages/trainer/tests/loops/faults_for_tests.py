@@ -81,7 +81,7 @@ class Backend:
     has_own_numbers: bool
     """True if the undisturbed run has this backend, too, and is not in one process."""
     mismatch_tolerance: float = 0.0
-    """Difference allowed in `mismatch/*`, which compares log-probs of the sampler and the engine."""
+    """Difference allowed in `mismatch/*`, the metrics that compare log-probs with the sampler."""
 
 
 BACKENDS = (
@@ -443,13 +443,13 @@ def is_equal(
 ) -> bool:
     """Compare logged rows bit for bit, but `mismatch/*` with a tolerance."""
 
-    def without_mismatch(logged: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    def drop_mismatch(logged: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
         return [
             {name: 0.0 if name.startswith("mismatch/") else value for name, value in row.items()}
             for row in logged
         ]
 
-    return without_mismatch(rows) == without_mismatch(expected) and all(
+    return drop_mismatch(rows) == drop_mismatch(expected) and all(
         abs(value - before[name]) <= mismatch_tolerance
         for row, before in zip(rows, expected, strict=True)
         for name, value in row.items()
