@@ -137,7 +137,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("new")
     package = Path(str(temper_trainer.__file__)).parent
     copy = root / package.name
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(package, copy)  # with its bytecode files, which stay valid
     for name, text in FILES.items():
         (copy / "algorithms" / name).write_text(text)
     return os.environ | {"PYTHONPATH": str(root)}

@@ -2,7 +2,7 @@
 
     python faults_for_tests.py --folder FOLDER --seeds 0,1,2
 
-One line of JSON per case. This process imports torch once and forks a driver for every start, so
+One line of JSON per case. This process trains one step and then forks a driver for every start, so
 that a start costs a second; every fifth case starts the program as a user does. Faults are real
 signals, real full file systems and real damage.
 """
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -753,18 +753,23 @@ def _mount(*arguments: str) -> bool:
     )
 
 
-def import_once() -> None:
-    """Import what a driver imports, so that forks need not."""
-    for name in (
-        "hydra.core.plugins",
-        "matplotlib.pyplot",
-        "temper_engine_fsdp.engine",
-        "temper_trainer.__main__",
-        "temper_trainer.loops",
-        "torch.distributed.checkpoint",
-        "transformers.models.qwen2.modeling_qwen2",
-    ):
-        importlib.import_module(name)
+def warm_up(folder: Path) -> None:
+    """Train a step in this process, so that forks need not import and initialize the same."""
+    from temper_trainer.config_loading import load, write_resolved
+    from temper_trainer.loops import train
+
+    sys.path.insert(0, str(HERE))
+    settings = [*_base_settings(), *SETTINGS, "run.total_steps=1", f"run.dir={folder / 'run'}"]
+    loaded = load(settings)
+    os.environ["TEMPER_TEST_HANG"] = str(folder / "hang")
+    # Rows of JSON alone are printed.
+    with redirect_stdout(sys.stderr):
+        train(
+            loaded.config,
+            digest=loaded.digest,
+            write_config=lambda directory: write_resolved(loaded, directory),
+        )
+    importlib.import_module("temper_trainer.__main__")
 
 
 def undisturbed(folder: Path, *, backend: Backend | None) -> list[dict[str, float]]:
@@ -796,10 +801,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seeds", required=True, help="comma-separated")
     chosen = parser.parse_args(arguments)
-    sys.path.insert(0, str(HERE))
-    import_once()
     chosen.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=chosen.folder))
+    warm_up(folder / "warm-up")
     expected: dict[Backend | None, list[dict[str, float]]] = {}
     has_failed = False
     for seed in map(int, chosen.seeds.split(",")):

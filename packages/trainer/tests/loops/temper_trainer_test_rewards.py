@@ -6,8 +6,6 @@ from base64 import b64encode
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from transformers import PreTrainedTokenizerBase
-
 from temper_trainer.config.environment import EnvironmentConfig
 from temper_trainer.environment.protocol import Observation
 from temper_trainer.types import Prompt
@@ -98,7 +96,7 @@ class Fee:
     """Every rollout ends after its first completion, and has the fee added to its reward."""
 
     def __init__(
-        self, *, config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, fee: float
+        self, *, config: EnvironmentConfig, tokenizer: object, fee: float
     ) -> None:
         del config, tokenizer
         self._fee = fee
