@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -109,6 +109,8 @@ ALL_RULES: tuple[RejectionRule, ...] = (
 )
 
 
+# Each rule sees few kinds of completions: with trained tokens and without, passing and not.
+@settings(max_examples=25)
 @pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
 @given(
     st.lists(
