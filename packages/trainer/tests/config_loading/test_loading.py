@@ -7,6 +7,7 @@ from temper_engine_api.errors import ConfigError
 from temper_engine_fsdp.config import FSDPConfig
 from temper_trainer.config.rollout import SamplingConfig
 from temper_trainer.config_loading import load
+from temper_trainer.config_loading.loading import _load_engine_config_class
 from temper_trainer.config_loading.schema import Plain
 
 from .conftest import RL
@@ -206,6 +207,7 @@ def test_missing_engine_is_refused_with_the_installed_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("temper_engine_api.registry.entry_points", lambda *, group: [])
+    _load_engine_config_class.cache_clear()  # an earlier test may have found it
     with pytest.raises(
         ConfigError,
         match=r"model_engine is megatron, but no engine is called 'megatron'; installed are: none. "

@@ -21,7 +21,7 @@ from hydra._internal.defaults_list import create_defaults_list
 from hydra._internal.utils import create_config_search_path
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -97,11 +97,7 @@ def compose(overrides: Sequence[str], *, config_dir: str | None, config_name: st
     for text in overrides:
         _check_has_value(text, repository=repository)
     parsed = [_name_variant(_parse(text), choices=choices) for text in overrides]
-    rewritten = [
-        _parse(text)
-        for override in parsed
-        for text in _rewrite_override(override, repository=repository)
-    ]
+    rewritten = [_rewrite_override(override, repository=repository) for override in parsed]
     try:
         # prepend_hydra=False leaves out Hydra's own settings (run folders, logging, launchers),
         # which nothing here reads.
@@ -195,11 +191,17 @@ def _check_has_value(text: str, *, repository: CachingConfigRepository) -> None:
     )
 
 
+@functools.cache
+def _make_parser() -> OverridesParser:
+    """Return Hydra's parser, which is stateless and takes as long to build as an override."""
+    return OverridesParser.create()
+
+
 def _parse(text: str) -> Override:
-    shown = redact_override(text)
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = _make_parser().parse_override(text)
     except HydraException as error:
+        shown = redact_override(text)
         # The parser's message repeats parts from the text; so would a chained traceback.
         quoted = _quote_values(text) if shown == text else None
         cause = f" {_one_line(error)}" if shown == text else ""
@@ -214,7 +216,7 @@ def _parse(text: str) -> Override:
         )
     if override.is_sweep_override():
         raise ConfigError(
-            f"{shown} gives several values for one run: write a list as [a,b], a "
+            f"{redact_override(text)} gives several values for one run: write a list as [a,b], a "
             "string with a comma as 'key=\"a,b\"'."
         )
     return override
@@ -236,7 +238,7 @@ def _quote_values(text: str) -> str | None:
     joined = ",".join(f'"{each.strip()}"' for each in texts)
     quoted = f"{key}=[{joined}]" if is_list else f"{key}={joined}"
     try:
-        OverridesParser.create().parse_override(quoted)
+        _make_parser().parse_override(quoted)
     except HydraException:
         return None
     return f"'{quoted}'"
@@ -246,20 +248,20 @@ def _is_group(override: Override, *, repository: CachingConfigRepository) -> boo
     return bool(repository.group_exists(override.key_or_group))
 
 
-def _rewrite_override(override: Override, *, repository: CachingConfigRepository) -> list[str]:
+def _rewrite_override(override: Override, *, repository: CachingConfigRepository) -> Override:
     """Rewrite an override for Hydra so that any key may be set, even if no file has it.
 
     Keys are checked later, with better messages.
     """
     text, key = str(override.input_line), str(override.key_or_group)
     if override.is_delete():
-        return [text]
+        return override
     if not _is_group(override, repository=repository):
         # Hydra's ++ sets a key whether or not it exists.
-        return ["++" + text.lstrip("+")]
+        return replace(override, type=OverrideType.FORCE_ADD, input_line="++" + text.lstrip("+"))
     if override.value() is None:
-        return [f"{key}=none"]
-    return [f"~{key}"] if _is_bare_engine(override, repository=repository) else [text]
+        return _parse(f"{key}=none")
+    return _parse(f"~{key}") if _is_bare_engine(override, repository=repository) else override
 
 
 def _is_bare_engine(override: Override, *, repository: CachingConfigRepository) -> bool:

@@ -1,11 +1,13 @@
 """Load a LoadedConfig: compose files, check keys, add defaults, build and check dataclasses."""
 
 import copy
+import functools
 import hashlib
 import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from importlib.metadata import entry_points
@@ -147,9 +149,15 @@ def _engine_config(name: Plain) -> type[EngineConfig]:
             "it."
         )
     try:
-        return load_engine_config_class(str(name))
+        return _load_engine_config_class(str(name), tuple(sys.path))
     except EngineNotFoundError as error:
         raise ConfigError(f"model_engine is {name}, but {error}") from error
+
+
+@functools.cache
+def _load_engine_config_class(name: str, search_path: tuple[str, ...]) -> type[EngineConfig]:
+    """Load the class once per search path, because it reads the metadata of all packages."""
+    return load_engine_config_class(name)
 
 
 def _check_optional_roles(composition: Composition) -> None:

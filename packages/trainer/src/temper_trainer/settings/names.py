@@ -11,7 +11,7 @@ from temper_engine_api.errors import ConfigError, format_install
 
 def is_within(key: str, *blocks: str) -> bool:
     """Return True if a dotted key is one of the blocks, or is below one."""
-    return any(key == block or key.startswith(f"{block}.") for block in blocks)
+    return key in blocks or key.startswith(tuple([f"{block}." for block in blocks]))
 
 
 def list_blocks(key: str) -> list[str]:
