@@ -95,9 +95,7 @@ def fails_with_its_key(prompt: Prompt, completion: str, *, judge: str, api_key: 
 class Fee:
     """Every rollout ends after its first completion, and has the fee added to its reward."""
 
-    def __init__(
-        self, *, config: EnvironmentConfig, tokenizer: object, fee: float
-    ) -> None:
+    def __init__(self, *, config: EnvironmentConfig, tokenizer: object, fee: float) -> None:
         del config, tokenizer
         self._fee = fee
 
