@@ -10,6 +10,7 @@ from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from forked_processes import run_program
 
 from temper_legacy_shim.errors import MissingExtraError, explain_missing_extra, format_extra_install
 
@@ -27,11 +28,17 @@ from temper_legacy_shim.errors import MissingExtraError, explain_missing_extra, 
 def test_a_package_without_its_extra_says_what_to_install(
     feature: str, hidden: str, extra: str
 ) -> None:
-    # What is None in sys.modules can't be imported, as if it were not installed.
-    program = f"import sys; sys.modules[{hidden!r}] = None; import temper_legacy_shim.{feature}"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    # What is None in sys.modules can't be imported, as if it were not installed. The process has
+    # imported these modules, so that it has to forget them first.
+    program = (
+        "import sys\n"
+        "for name in tuple(sys.modules):\n"
+        f"    if name.startswith('temper_') or name.partition('.')[0] == {hidden!r}:\n"
+        "        del sys.modules[name]\n"
+        f"sys.modules[{hidden!r}] = None\n"
+        f"import temper_legacy_shim.{feature}\n"
     )
+    done = run_program(program)
     name = feature.partition(".")[0]
     sentence = (
         f"temper_legacy_shim.{name} needs {hidden}, which is not installed: run "

@@ -1,11 +1,11 @@
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from forked_processes import run_program
 
 import temper_legacy_shim
 from temper_engine_api.errors import ConfigError
@@ -27,7 +27,7 @@ def test_importing_the_shim_installs_nothing() -> None:
         "import temper_legacy_shim.workers, sys; sys.exit(any(name.partition('.')[0] == 'verl' "
         "for name in sys.modules))"
     )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+    assert run_program(code).returncode == 0
 
 
 def test_after_install_old_imports_find_the_deprecated_classes() -> None:

@@ -4,14 +4,12 @@ No code of a checkpoint runs, and nothing from elsewhere comes along.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
+from forked_processes import run_program
 from old_files import write_fsdp
 
 from temper_legacy_shim.checkpoints import Options, Sources, convert, plan_jobs
@@ -53,29 +51,11 @@ def actor(tmp_path: Path) -> Path:
 def test_code_of_a_checkpoint_never_runs_even_if_someone_says_yes(
     actor: Path, tmp_path: Path, options: tuple[str, ...], code: int, given: str
 ) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "temper_legacy_shim",
-        "checkpoint",
-        str(actor),
-        "--out",
-        str(tmp_path / "out"),
-        *options,
-    ]
-    environment = {
-        **os.environ,
-        "MARKER": str(tmp_path / "ran"),
-        "HF_HOME": str(tmp_path / "cache"),
-    }
-    done = subprocess.run(
-        command,
-        input="y\n" * 9,
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-        check=False,
+    done = run_program(
+        "from temper_legacy_shim.cli import main; main()",
+        *("checkpoint", str(actor), "--out", str(tmp_path / "out"), *options),
+        entered="y\n" * 9,
+        variables={"MARKER": str(tmp_path / "ran"), "HF_HOME": str(tmp_path / "cache")},
     )
     assert not (tmp_path / "ran").exists()
     words = " ".join((done.stdout + done.stderr).split())

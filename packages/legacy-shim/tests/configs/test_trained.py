@@ -313,6 +313,7 @@ def test_cpu_trial_of_a_script_for_eight_gpus_trains(
     assert rows[-1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.usefixtures("fork_comparing_processes")
 def test_resumed_run_keeps_the_base_model_as_reference(
     old_project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

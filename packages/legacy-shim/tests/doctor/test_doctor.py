@@ -221,6 +221,7 @@ def test_a_folder_without_anything_old_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fork_comparing_processes")
 def test_a_checkpoint_is_planned_and_converted(samples: Path, tmp_path: Path) -> None:
     pytest.importorskip(
         "torch", reason="needs torch: an environment with temper-legacy-shim[checkpoint] runs this"

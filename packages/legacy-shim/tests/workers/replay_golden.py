@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,8 @@ def _replay_critic(
 
 
 def main(out: Path, cases: list[Path]) -> None:
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         results = {
             str(case): replay(case, folder=Path(folder) / str(i)) for i, case in enumerate(cases)

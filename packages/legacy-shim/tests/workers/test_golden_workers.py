@@ -15,16 +15,14 @@ is a sum over tokens, and norms are 100, the third update's was off by 1.7e-5 wi
 """
 
 import math
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from forked_processes import start_program
 from golden_traces import GOLDEN, json_of, needs_golden, tensors_of
 from torch import Tensor
 
@@ -86,21 +84,22 @@ def replay(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     names = [str(GOLDEN / case) for case in cases]
-    base = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TQDM_DISABLE": "1",
-    }
+    base = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TQDM_DISABLE": "1"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", str(SCRIPT), str(folder / f"{rank}.pt"), *names],
-            env={**base, "RANK": str(rank), "WORLD_SIZE": str(world_size)},
+        start_program(
+            SCRIPT.read_text(),
+            *(str(folder / f"{rank}.pt"), *names),
+            output=folder / f"{rank}.out",
+            errors=folder / f"{rank}.err",
+            variables={**base, "RANK": str(rank), "WORLD_SIZE": str(world_size)},
         )
         for rank in range(world_size)
     ]
-    assert [rank.wait(timeout=timeout_s) for rank in ranks] == [0] * world_size
+    for rank in ranks:
+        rank.join(timeout_s)
+    assert [rank.exitcode for rank in ranks] == [0] * world_size, "".join(
+        file.read_text() for file in sorted(folder.glob("*.err"))
+    )
     results = [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
     return {
         case: [result[name] for result in results] for case, name in zip(cases, names, strict=True)
