@@ -148,10 +148,16 @@ def build_file_graph(root: Path, files: Sequence[str], *, deleted: Sequence[str]
     conftests = {str(PurePosixPath(path).parent): path for path in files if _is_conftest(path)}
     for path in (path for path in files if not _is_src(path)):
         tree = ast.parse((root / path).read_text(), filename=path)
-        strings[path] = "\n".join(_iterate_strings(tree))
+        # The expensive part is to visit all nodes, which is done once.
+        nodes = [
+            node
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Import, ast.ImportFrom, ast.Constant))
+        ]
+        strings[path] = "\n".join(_iterate_strings(nodes))
         if is_test_file(path):
             tests[path] = tuple(_iterate_tests(tree.body, prefix="", outer=_module_marks(tree)))
-        named = {*_iterate_imports(tree, module=_module_name(path))}
+        named = {*_iterate_imports(nodes, module=_module_name(path))}
         # Names in strings: `-m temper_trainer`, monkeypatch.setattr, and programs as text.
         named |= {name for name in _DOTTED.findall(strings[path]) if _is_module(name, modules)}
         for name in named:
@@ -198,8 +204,8 @@ def _resolve(name: str, modules: Mapping[str, str]) -> str:
     return modules.get(name, "")
 
 
-def _iterate_imports(tree: ast.AST, *, module: str) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _iterate_imports(nodes: Iterable[ast.AST], *, module: str) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -209,8 +215,8 @@ def _iterate_imports(tree: ast.AST, *, module: str) -> Iterator[str]:
             yield from (f"{source}.{alias.name}" for alias in node.names)
 
 
-def _iterate_strings(tree: ast.AST) -> Iterator[str]:
-    for node in ast.walk(tree):
+def _iterate_strings(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value
 
