@@ -152,7 +152,9 @@ class Story:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("story")
-    process = start(*TINY, "run.total_steps=5000", "run.dir=out", cwd=folder)
+    # The resumed run writes the report.
+    settings = ("run.total_steps=5000", "run.dir=out", "run.report=false")
+    process = start(*TINY, *settings, cwd=folder)
     metrics, deadline = folder / "out" / "metrics.jsonl", time.monotonic() + 200
     while (
         '"phase": "rl"' not in (metrics.read_text() if metrics.exists() else "")
@@ -181,7 +183,11 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 @pytest.mark.slow
 def test_interrupted_run_prints_the_resume_command(story: Story) -> None:
     command = " ".join(
-        ["temper-train", *TINY, "run.total_steps=5000", "run.dir=out", "run.resume=auto"]
+        [
+            "temper-train",
+            *TINY,
+            *("run.total_steps=5000", "run.dir=out", "run.report=false", "run.resume=auto"),
+        ]
     )
     assert story.code == 130
     assert story.last_error == f"interrupted at step {story.step}, resume with: {command}"

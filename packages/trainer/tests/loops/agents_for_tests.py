@@ -3,13 +3,16 @@
 import json
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from openai import AsyncOpenAI, OpenAI
 
-from temper_trainer.environment.agent_environment import AgentTask
+if TYPE_CHECKING:
+    # Imports torch, which a program would wait for.
+    from temper_trainer.environment.agent_environment import AgentTask
 
 
-async def ask_twice(task: AgentTask) -> float:
+async def ask_twice(task: "AgentTask") -> float:
     """Ask, and ask again for the same conversation; return a reward for digits."""
     async with AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         messages = [{"role": "user", "content": task.question}]

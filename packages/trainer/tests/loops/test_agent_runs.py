@@ -56,7 +56,7 @@ def test_policy_is_trained_by_a_function_that_uses_a_client(
             "run.save_model=false",
             "sampling.max_tokens=12",
             "data.eval=null",
-            "warm_start.total_steps=30",
+            "warm_start=null",
             "run.total_steps=2",
         )
     listeners.check([*rows_in_security_md(run="inline"), *rows_in_security_md(run="agent")])

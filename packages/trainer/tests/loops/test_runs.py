@@ -119,6 +119,9 @@ def test_weight_deltas_give_the_metrics_of_full_weights_also_after_a_resume(
 ) -> None:
     # Of weights near 0.02, steps of 1e-5 leave most as they are in bfloat16.
     small = (
+        "warm_start=null",
+        "data.eval=null",
+        "run.save_model=false",
         "actor.engine.precision.compute=bf16",
         "rollout.dtype=bf16",
         "actor.engine.optimizer.lr=1e-5",
@@ -214,7 +217,7 @@ def test_step_saved_in_the_background_resumes_bitwise(
     sft = (
         ("task=sft", "warm_start=null", "batching.prompts_per_step=16")
         if task == "sft"
-        else ("data.eval=null",)
+        else ("warm_start=null", "data.eval=null")
     )
     short_run = (
         *sft,
@@ -296,6 +299,9 @@ def test_first_of_several_updates_has_a_ratio_of_exactly_one(
 ) -> None:
     run(
         tmp_path / "run",
+        "warm_start=null",
+        "data.eval=null",
+        "run.save_model=false",
         "batching.num_mini_batches=2",
         "batching.num_passes=2",
         "actor.engine.optimizer.lr=1e-2",
@@ -332,6 +338,8 @@ def test_ppo_trains_policy_and_critic_and_reads_both_kls(
     run(
         tmp_path / "run",
         "algorithm=ppo",
+        "data.eval=null",
+        "run.save_model=false",
         "ref=frozen",
         "algorithm.kl_loss_coef=0.01",
         "algorithm.kl_reward_coef=0.02",
@@ -566,10 +574,10 @@ def test_failing_rewards_are_counted_and_left_out(run: Run, rows: Rows, tmp_path
     run(
         tmp_path / "run",
         reward,
+        *SHORT_RUN,
         "reward.max_failure_fraction=1.0",
         "batching.prompts_per_step=64",
         "run.total_steps=1",
-        "data.eval=null",
     )
     (row,) = rows(tmp_path / "run")
     assert (
@@ -597,8 +605,9 @@ def test_finished_run_can_be_extended_but_not_shortened(run: Run, tmp_path: Path
 def test_each_resumed_run_exports_its_model_and_keeps_the_earlier_one(
     run: Run, tmp_path: Path
 ) -> None:
-    folder, always = tmp_path / "run", ("run.resume=auto", "data.eval=null")
-    run(folder, "run.total_steps=1", "data.eval=null")
+    short = ("warm_start=null", "data.eval=null")
+    folder, always = tmp_path / "run", (*short, "run.resume=auto")
+    run(folder, "run.total_steps=1", *short)
     first = load_file(folder / "huggingface" / "model.safetensors")
     run(folder, "run.total_steps=1", *always)  # nothing is trained: the model stays where it is
     run(folder, "run.total_steps=3", *always)
@@ -611,7 +620,7 @@ def test_each_resumed_run_exports_its_model_and_keeps_the_earlier_one(
     assert any(not torch.equal(first[name], last[name]) for name in first)
     # Nothing is trained from an earlier step that is the last one, but the model is another one.
     step = folder / "checkpoints" / "step_00000001"
-    run(folder, "run.total_steps=1", f"run.resume={step}", "data.eval=null")
+    run(folder, "run.total_steps=1", f"run.resume={step}", *short)
     returned, kept = (
         load_file(folder / name / "model.safetensors")
         for name in ("huggingface", "huggingface.superseded-2")

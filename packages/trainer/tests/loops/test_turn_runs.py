@@ -29,6 +29,7 @@ def test_policy_is_trained_on_rollouts_with_a_calculator(
     run(
         tmp_path / "run",
         CALCULATOR,
+        "data.eval=null",
         "warm_start.total_steps=30",
         "run.total_steps=2",
         "run.save_model=false",
@@ -77,6 +78,7 @@ def test_timeline_and_recorded_rollouts_are_those_of_the_run(
         CALCULATOR,
         "loop=async",
         "rollout.record=true",
+        "data.eval=null",
         "warm_start.total_steps=30",
         "run.total_steps=3",
         "run.save_model=false",
