@@ -8,6 +8,7 @@ import torch
 from hypothesis import settings
 
 from temper_engine_api.batch import SequenceBatch, from_sequences
+from temper_engine_api.conformance.harness.rank_pool import RankPool
 from temper_engine_api.specs import ModelSpec, OptimizerSpec, PrecisionSpec, Scalar
 from temper_engine_fsdp.config import FSDPConfig
 from temper_engine_fsdp.engine import FSDPEngine
@@ -68,3 +69,11 @@ def batch() -> SequenceBatch:
         loss_masks=[torch.arange(length) >= 4 for length in lengths],
         temperature=[1.0, 0.7, 1.3, 1.0, 1.0, 0.9],
     )
+
+
+@pytest.fixture(scope="module")
+def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Two rank processes, forked from processes that all modules share."""
+    rank_pool = RankPool(2, folder=tmp_path_factory.mktemp("rank_pool"))
+    yield rank_pool
+    rank_pool.close()

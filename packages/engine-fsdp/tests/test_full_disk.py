@@ -59,14 +59,6 @@ def test_error_names_the_rng_file_that_could_not_be_written(tmp_path: Path) -> N
         )
 
 
-@pytest.fixture(scope="module")
-def rank_pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
-    """Two rank processes."""
-    rank_pool = RankPool(2, folder=tmp_path_factory.mktemp("rank_pool"))
-    yield rank_pool
-    rank_pool.close()
-
-
 # A frozen model is written by the first rank alone, while the other one sends its parts; its own
 # share of the state is half as large and
 # still fits. Each rank's share of moments does not.

@@ -8,22 +8,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.multiprocessing.spawn import spawn
 
+from temper_engine_api.conformance.harness.rank import Rank
+from temper_engine_api.conformance.harness.rank_pool import RankPool
+from temper_engine_api.layout import default_layout
 from temper_engine_fsdp.runtime.process_group import build_mesh, join, leave
 from temper_engine_fsdp.sharding.sharded_parameter import FSDP2Parameter
 
 
-def _come_and_go(rank: int, port: int) -> None:
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+def come_and_go(rank: Rank, *, port: int) -> None:
+    """Join and leave process groups; the conformance kit's own group is destroyed first."""
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     for turn in range(4):
         membership = join(device=torch.device("cpu"), timeout_s=20.0)
         total = torch.ones(1)
         dist.all_reduce(total)
         assert float(total) == 2.0
-        if rank == 0 and turn % 2 == 0:
+        if rank.index == 0 and turn % 2 == 0:
             time.sleep(
                 0.5
                 # the other rank is already at the next turn and must not meet what this one left
@@ -33,11 +35,11 @@ def _come_and_go(rank: int, port: int) -> None:
     assert not dist.is_initialized()
 
 
-def test_later_engine_does_not_read_keys_of_an_earlier_one() -> None:
+def test_later_engine_does_not_read_keys_of_an_earlier_one(rank_pool: RankPool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    spawn(_come_and_go, args=(port,), nprocs=2)
+    rank_pool.run(come_and_go, engine="fsdp", layout=default_layout(2), arguments={"port": port})
 
 
 def test_shards_use_the_mesh_of_their_own_engine() -> None:

@@ -134,10 +134,9 @@ def moe_oracle(oracle):
 @pytest.mark.parametrize(
     "layout",
     [
-        "tp2-sp",
         "tp2-sp-ep2",
         "pp2-recompute",
-        *mark_nightly("ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2"),
+        *mark_nightly("tp2-sp", "ep2", "cp2-ep2", "tp2-sp-ep2-etp2", "pp2-ep2", "dp2-ep2"),
     ],
 )
 def test_gradients_equal_peft_in_every_division_of_experts(run_in, moe_oracle, layout):
