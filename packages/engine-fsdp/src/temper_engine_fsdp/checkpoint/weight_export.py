@@ -122,12 +122,8 @@ def iterate_state(
     for name, parameter in parameters.items():
         # int() waits for the device on CUDA, so it is called once per parameter, not per expert.
         state, count = adam_states[name], int(adam_states[name].count)
-        full = (
-            parameter.gather(parameter.local_shard()).float(),
-            parameter.gather(state.first),
-            parameter.gather(state.second),
-        )
-        for parts in zip(*(file_names.split(name, tensor) for tensor in full), strict=True):
+        full = parameter.gather_together([parameter.local_shard(), state.first, state.second])
+        for parts in zip(*(file_names.split(name, tensor.float()) for tensor in full), strict=True):
             (weight_name, master), (_, first), (_, second) = parts
             yield TrainingState(
                 name=weight_name,

@@ -6,6 +6,7 @@ parameter: every method takes any tensor with the shape of `local_shard()`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 Placements = Sequence[Placement]
 # torch 2.13 renamed the collective and deprecates the old name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+MAX_JOINT_BYTES = 1 << 20
+"""Size of the largest full tensor that is gathered together with others.
+
+Starting a collective takes longer than gathering a small tensor. For large tensors, the second copy
+would take memory.
+"""
 
 
 class ShardedParameter(ABC):
@@ -49,6 +57,10 @@ class ShardedParameter(ABC):
     @abstractmethod
     def gather(self, shard: Tensor) -> Tensor:
         """Gather a full tensor from the shards on all ranks. Collective."""
+
+    def gather_together(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """Gather several full tensors, in one collective if they are small. Collective."""
+        return [self.gather(shard) for shard in shards]
 
     @abstractmethod
     def take_shard(self, full: Tensor) -> Tensor:
@@ -107,6 +119,19 @@ class FSDP2Parameter(ShardedParameter):
         gathered = shard.new_empty(num_rows * group.size(), *self.shape[1:])
         _gather(gathered, padded, group=group)
         return gathered[: self.shape[0]]
+
+    def gather_together(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """See ShardedParameter."""
+        dtype, device = shards[0].dtype, shards[0].device
+        if self.shape.numel() * dtype.itemsize > MAX_JOINT_BYTES or any(
+            (shard.dtype, shard.device) != (dtype, device) for shard in shards
+        ):
+            return super().gather_together(shards)
+        # A parameter each of whose rows contains that of every shard.
+        joint = copy(self)
+        joint.shape = torch.Size((self.shape[0], len(shards), *self.shape[1:]))
+        gathered = joint.gather(torch.stack(tuple(shards), dim=1))
+        return [full.clone(memory_format=torch.contiguous_format) for full in gathered.unbind(1)]
 
     def take_shard(self, full: Tensor) -> Tensor:
         """See ShardedParameter."""
