@@ -182,7 +182,8 @@ class _RankServer:
             try:
                 engine = load_engine_class(request.engine)
             finally:
-                self._freeze()
+                if self._has_new_modules():
+                    self._freeze()
                 gc.enable()
             self._ranks[request.engine] = Rank(
                 engine,
@@ -195,13 +196,17 @@ class _RankServer:
 
     def _freeze_new_modules(self) -> None:
         """Exclude modules that earlier jobs have imported from garbage collection."""
-        # One collection takes as long as a small test, so wait until many modules are new.
-        if len(sys.modules) > self._num_modules + 100:
-            self._num_modules = len(sys.modules)
+        if self._has_new_modules():
             gc.collect()
             self._freeze()
 
+    def _has_new_modules(self) -> bool:
+        # One collection takes as long as a small test, so wait until many modules are new. That
+        # counts after a freeze, too: if it includes engines, leave() looks through all modules.
+        return len(sys.modules) > self._num_modules + 100
+
     def _freeze(self) -> None:
+        self._num_modules = len(sys.modules)
         gc.freeze()
         self._froze_engines = bool(self._ranks)
 

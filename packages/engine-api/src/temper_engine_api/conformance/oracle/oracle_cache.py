@@ -60,6 +60,12 @@ class OracleCache:
     )
     """Updates by setup, objective and `id(batch)`. Each entry keeps its batch alive, so that no
     other batch gets the same id."""
+    _outputs: dict[tuple[EngineSetup, HeadOutput, int], tuple[Tensor, SequenceBatch]] = field(
+        default_factory=dict
+    )
+    """Head outputs by setup, kind and `id(batch)`; entries keep their batches alive, too."""
+    _ragged_batches: dict[tuple[int, int], SequenceBatch] = field(default_factory=dict)
+    """Batches without training columns, by number of sequences and seed."""
 
     def make_setup(self, model: TinyModel, **fields: Any) -> EngineSetup:
         """Return the setup for a tiny model; `fields` are passed to EngineSetup."""
@@ -120,9 +126,12 @@ class OracleCache:
         """
         key = (model.name, num_sequences, seed)
         if key not in self._batches:
-            batch = self._prescribe_experts(
-                make_ragged_batch(num_sequences=num_sequences, seed=seed), model=model
-            )
+            # One batch for all models, so that its values are computed once.
+            if (num_sequences, seed) not in self._ragged_batches:
+                self._ragged_batches[num_sequences, seed] = make_ragged_batch(
+                    num_sequences=num_sequences, seed=seed
+                )
+            batch = self._prescribe_experts(self._ragged_batches[num_sequences, seed], model=model)
             # With old log-probs or values that differ much from the model's, losses would clip most
             # tokens, which then have no gradient.
             self._batches[key] = add_training_columns(
@@ -163,9 +172,13 @@ class OracleCache:
         self, setup: EngineSetup, batch: SequenceBatch, head_output: HeadOutput
     ) -> Tensor:
         """Return one head output of the oracle's forward pass."""
-        return measure_outputs(
-            self.rank, setup=setup, batch=batch, requested_outputs=[head_output]
-        ).columns[head_output]
+        key = (setup, head_output, id(batch))
+        if key not in self._outputs:
+            outputs = measure_outputs(
+                self.rank, setup=setup, batch=batch, requested_outputs=[head_output]
+            )
+            self._outputs[key] = outputs.columns[head_output], batch
+        return self._outputs[key][0]
 
     def get_update(self, setup: EngineSetup, objective: Objective, batch: SequenceBatch) -> Update:
         """Return the oracle's update on the full mini-batch in one micro-batch."""
