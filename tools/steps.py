@@ -98,6 +98,7 @@ def _conformance_tests(
 ) -> tuple[tuple[str, ...], ...]:
     """Run the kit on an engine; `expressions` maps a layout's id to a -k expression of tests."""
     chosen = " or ".join(f"({layout} and ({which}))" for layout, which in expressions.items())
+    chosen = f"({chosen}) and not {' and not '.join(NIGHTLY_TESTS_OF_THE_KIT)}"
     return _pytest(
         "--pyargs", "temper_engine_api.conformance", "--engine", engine, *arguments, "-k", chosen
     )
@@ -110,7 +111,7 @@ UPDATED_FAMILIES = "qwen3_next or gemma3_text"
 HYBRID_FAMILIES = "qwen3_next or qwen3_5 or nemotron_h"
 """Families with linear attention or Mamba layers, as a -k expression."""
 
-NIGHTLY_TESTS_OF_THE_KIT = (
+NIGHTLY_TESTS_OF_THE_KIT: tuple[str, ...] = (
     "offloading_changes_no_number[2-ranks-optimizer",
     "offloading_changes_no_number[2-ranks-parameters",
     "fresh_run[2-ranks-forward_backward_step",
@@ -119,6 +120,34 @@ NIGHTLY_TESTS_OF_THE_KIT = (
     "adapter_loads_in_peft_with_same_logits[2-ranks-attention",
     "follows_the_schedule[2-ranks-linear",
     "interrupted_load_is_completed_before_training[2-ranks-load_state",
+    "follows_the_schedule[2-ranks-constant",
+    # The sizes of data-parallel groups are tested with one micro-batch, and four contain two.
+    *(
+        f"gradient_is_independent_of_micro_batch_split[{layout}-{split}"
+        for layout in ("2-ranks", "tp2")
+        for split in ("one", "two")
+    ),
+    # On one rank, two calls are compared with all objectives.
+    *(
+        f"two_calls_then_step_equal_one_call[{layout}-probe_{probe}"
+        for layout in ("2-ranks", "tp2", "pp2-vpp2")
+        for probe in ("gspo", "dpo", "distillation", "clip_cov")
+    ),
+    # All are compared on FSDPEngine.
+    *(
+        f"gradient_matches_oracle_for_every_aggregation[{layout}-{aggregation}"
+        for layout in ("tp2", "pp2-vpp2", "cp2")
+        for aggregation in ("token_sum", "sequence_mean_token_sum")
+    ),
+    # The exported tensors of all models are compared with their files.
+    *(
+        f"exported_weights_give_same_logits_in_transformers[2-ranks-{model}"
+        for model in ("qwen2-grouped", "llama", "qwen3")
+    ),
+    # In engine-megatron's tests its updates are compared between both engines.
+    "five_updates_of_family_match_adamw[2-ranks-deepseek_v3",
+    # Adapters in its experts are compared.
+    "family_adapter_matches_oracle[2-ranks-gpt_oss",
 )
 """Parts of the names of tests, for parameters that share their path with another one."""
 
@@ -173,9 +202,9 @@ STEPS = (
         # gradients and saves its state differently, FSDP1 steps and saves its state differently;
         # their other tests are nightly. All layouts share one session, because each session
         # imports the engine in every rank. Three families of models run on two ranks: with experts
-        # and sinks, with experts and latent attention, and with Mamba layers. Outputs, gradients
-        # and updates of the other families run on one rank. The sessions `conformance` and
-        # `families` run everything every night.
+        # and sinks, with experts and latent attention, and with Mamba layers. Loss and gradients
+        # of the other families are compared on one rank, and outputs and updates of two of them.
+        # The sessions `conformance` and `families` run everything every night.
         commands=_conformance_tests(
             "fsdp",
             *("--world-sizes", "1,2"),
@@ -184,11 +213,10 @@ STEPS = (
             *("--families", "all"),
             expressions={
                 "[2-ranks": f"not (test_family.py and not ({FAMILIES_ON_TWO_RANKS})) and not "
-                "(adapter_in_family_experts and not (gpt_oss or nemotron_h or qwen3_vl_moe)) "
-                f"and not {' and not '.join(NIGHTLY_TESTS_OF_THE_KIT)}",
+                "(adapter_in_family_experts and not (gpt_oss or nemotron_h or qwen3_vl_moe))",
                 "[1-rank": "test_gradient.py or test_rfc_loop.py or resume_is_bitwise "
-                f"or test_family.py and (outputs or gradient or updates and ({UPDATED_FAMILIES})) "
-                f"and not ({FAMILIES_ON_TWO_RANKS})",
+                "or test_family.py and (gradient or (outputs or updates) and "
+                f"({UPDATED_FAMILIES})) and not ({FAMILIES_ON_TWO_RANKS})",
                 "[fsdp1.2": "resume_is_bitwise or ten_updates",
                 "[sp2.2": "(test_gradient.py or test_value.py or test_logprob.py) "
                 "and (data_parallel_size or value or entropy)",
@@ -212,7 +240,8 @@ STEPS = (
         name="kit-on-megatron",
         budget_s=185,
         # Every mandatory group that trains or computes outputs, each in its most demanding layout.
-        # Families run in one layout each; the session `families` runs the others every night.
+        # Families run in one layout each; the session `families` runs the others every night. Of
+        # each, gradients and exported weights are compared, with the log-probs that they give.
         commands=_conformance_tests(
             "megatron",
             *("--layouts", "tp2,pp2-vpp2,cp2,tp2-sp,ep2"),
@@ -225,9 +254,10 @@ STEPS = (
                 "[cp2": "test_logprob.py or test_gradient.py "
                 "and (data_parallel_size or oracle or logprob or entropy)",
                 "[tp2-sp": "test_adapter.py and gradient "
-                "or test_family.py and (gemma3_text or qwen3_5_text) and not five_updates",
-                "[ep2": "test_family.py "
-                "and not (five_updates and (mixtral or glm4_moe or qwen3_5_moe_text))",
+                "or test_family.py and (gradient or exported or gemma3_text and not five_updates) "
+                "and (gemma3_text or qwen3_5_text)",
+                "[ep2": "test_family.py and (gradient or exported or qwen3_next "
+                "or nemotron_h and not outputs or deepseek_v3 and adapter_matches)",
             },
         ),
         is_pytest=True,
