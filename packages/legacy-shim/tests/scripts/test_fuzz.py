@@ -226,7 +226,7 @@ def _check_new_script(text: str) -> bool:
 
 
 @given(_PROJECTS)
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 def test_what_launches_is_rewritten_or_refused(text: str) -> None:
     _check_new_script(text)
 
