@@ -164,17 +164,17 @@ ENVIRONMENT = Step(name="environment", budget_s=2 * 60, commands=())
 STEPS = (
     Step(
         name="lint",
-        budget_s=15,
+        budget_s=18,
         commands=(
             ("-m", "ruff", "check", "."),
             ("-m", "ruff", "format", "--check", "."),
             ("tools/wording.py",),
         ),
     ),
-    Step(name="types", budget_s=45, commands=(("-m", "mypy"),)),
+    Step(name="types", budget_s=48, commands=(("-m", "mypy"),)),
     Step(
         name="layers",
-        budget_s=10,
+        budget_s=5,
         commands=(
             ("-c", "from importlinter.cli import lint_imports_command as c; c()"),
             ("tools/layers.py",),
@@ -183,7 +183,7 @@ STEPS = (
     ),
     Step(
         name="engine-api",
-        budget_s=125,
+        budget_s=115,
         commands=_pytest(
             "packages/engine-api/tests", "--ignore=packages/engine-api/tests/conformance"
         ),
@@ -191,13 +191,13 @@ STEPS = (
     ),
     Step(
         name="kit-itself",
-        budget_s=220,
+        budget_s=255,
         commands=_pytest("packages/engine-api/tests/conformance"),
         is_pytest=True,
     ),
     Step(
         name="kit-on-fsdp",
-        budget_s=405,
+        budget_s=395,
         # Two ranks run every test, of parameters that share a path one. A single rank reduces
         # gradients and saves its state differently, FSDP1 steps and saves its state differently;
         # their other tests are nightly. All layouts share one session, because each session
@@ -232,13 +232,13 @@ STEPS = (
     ),
     Step(
         name="engine-fsdp",
-        budget_s=170,
+        budget_s=138,
         commands=_pytest("packages/engine-fsdp/tests"),
         is_pytest=True,
     ),
     Step(
         name="kit-on-megatron",
-        budget_s=185,
+        budget_s=180,
         # Every mandatory group that trains or computes outputs, each in its most demanding layout.
         # Families run in one layout each; the session `families` runs the others every night. Of
         # each, gradients and exported weights are compared, with the log-probs that they give.
@@ -264,20 +264,20 @@ STEPS = (
     ),
     Step(
         name="engine-megatron",
-        budget_s=230,
+        budget_s=232,
         commands=_pytest("packages/engine-megatron/tests"),
         is_pytest=True,
     ),
     # Runs of the training loops take as long as all other tests of the trainer.
     Step(
         name="trainer",
-        budget_s=485,
+        budget_s=610,
         commands=_pytest("packages/trainer/tests", "--ignore=packages/trainer/tests/loops"),
         is_pytest=True,
     ),
     Step(
         name="trainer-loops",
-        budget_s=550,
+        budget_s=545,
         commands=_pytest("packages/trainer/tests/loops"),
         is_pytest=True,
     ),
@@ -287,8 +287,8 @@ STEPS = (
         commands=_pytest("packages/legacy-shim/tests"),
         is_pytest=True,
     ),
-    Step(name="tools", budget_s=200, commands=_pytest("tools/tests"), is_pytest=True),
-    Step(name="docs", budget_s=155, commands=(("tools/docs.py",),)),
+    Step(name="tools", budget_s=155, commands=_pytest("tools/tests"), is_pytest=True),
+    Step(name="docs", budget_s=110, commands=(("tools/docs.py",),)),
 )
 
 STEP_NAMES = tuple(step.name for step in STEPS)
