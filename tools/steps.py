@@ -159,8 +159,8 @@ MEGATRON_FAMILIES = (
 
 ENVIRONMENT = Step(name="environment", budget_s=2 * 60, commands=())
 
-# Budgets are times on two otherwise idle cores, next to two other steps, and 13 to 15 % more:
-# docs/records/nightly.md says which were measured, and how the others were computed.
+# Budgets are about the times of a whole run on two otherwise idle cores, three steps at a time, as
+# docs/records/nightly.md has them.
 STEPS = (
     Step(
         name="lint",
