@@ -14,8 +14,9 @@ PYTHON is an interpreter with vLLM, temper-engine-api and temper-trainer, and ta
 `rollout-env/bin/python`. Rows with the medians of all steps but the first are appended to
 FOLDER/rows.jsonl. They also have the first and the largest memory in use on each GPU and by each
 process, as nvidia-smi reports it; `pid` is the process of the actor. Commands in
-FOLDER/finished.jsonl are left out, so a repeated call continues. `--check` writes the same files,
-and then only validates the settings.
+FOLDER/finished.jsonl are left out, so a repeated call continues. The command that was interrupted
+starts again, because its times would otherwise contain a second start: its folder is renamed to
+NAME.superseded-N. `--check` writes the same files, and then only validates the settings.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from temper_trainer.config.data import TokenizerConfig
 from temper_trainer.data.trained_tokenizer import END, PAD, train_tokenizer
 from tools.gpu.engine_fsdp import provide_entry_points
 from tools.gpu.trainer_vllm import summarize_metrics, tail, watch
-from tools.gpu.workload import CARDS, FinishedJobs, Rows
+from tools.gpu.workload import CARDS, FinishedJobs, Rows, set_aside_run
 from tools.pages import split_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -143,6 +144,8 @@ def run_command(rows: Rows, name: str, words: list[str], chosen: argparse.Namesp
     environment = os.environ | {"VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONFAULTHANDLER": "1"}
     if chosen.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = chosen.gpus
+    if not chosen.check:
+        set_aside_run(run)
     begin = time.perf_counter()
     with record_memory(out, name), (out / f"{name}.log").open("w") as log:
         command = [sys.executable, "-m", "temper_trainer", *words]

@@ -10,9 +10,11 @@ then reinforcement learning (or distillation from the model of the first run) in
 `grpo` saved: reinforcement learning of an adapter, and supervised training on right (and wrong)
 solutions, whose saved models are evaluated afterwards.
 
-Results are appended to FOLDER/rows.jsonl, the metrics of every step to FOLDER/NAME.jsonl. Runs that
-are `ok` in FOLDER/rows.jsonl are skipped, so the same command
-continues an interrupted measurement. `--parallel N` runs N of them on the GPU at once: learning
+Results are appended to FOLDER/rows.jsonl, the metrics of every step to FOLDER/NAME.jsonl. The same
+command continues an interrupted measurement: runs that are `ok` in FOLDER/rows.jsonl are skipped,
+and others continue from their last checkpoint. A run saves every two minutes, and 60 s before the
+budget ends. Curves leave out the time between two parts, and times of steps the first step of each
+part; `wall_s` is that of the last part. `--parallel N` runs N of them on the GPU at once: learning
 curves stay the same, times do not. `--rehearse` runs a tiny model on a CPU.
 
 Needs the trainer, both engines and their dependencies. The runs `ray-grpo` and `ray-ppo-megatron`
@@ -20,9 +22,8 @@ need Ray and four GPUs. The runs `tool-sync`, `tool-async` and `vllm-distillatio
 its interpreter with `--rollout-python`. The first two call a calculator at every `=`, and the third
 one has a vLLM server for the teacher, too. `long-sync` and `long-async` are `tool-sync` and
 `tool-async` with 512 rollouts per step on problems of up to eight operations, both from the warm
-start of `long-sync`; the same command continues them from their last checkpoint. All servers and
-the actor share the GPU. Name runs with Ray or vLLM with `--runs`, also `grpo-te` and
-`grpo-te-float8`, which need TransformerEngine.
+start of `long-sync`. All servers and the actor share the GPU. Name runs with Ray or vLLM with
+`--runs`, also `grpo-te` and `grpo-te-float8`, which need TransformerEngine.
 """
 
 import argparse
@@ -37,11 +38,13 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
 from temper_trainer.config.data import ArithmeticSource
 from temper_trainer.data.arithmetic import generate_arithmetic_rows
+from temper_trainer.metrics.run_files import read_starts
 from tools.gpu.engine_fsdp import write_entry_points
 from tools.gpu.workload import Rows
 
@@ -130,9 +133,6 @@ _LONG = (
     "run.eval_sampling.max_tokens=24",
     "batching.prompts_per_step=64",
     "batching.max_tokens=16384",
-    # The command continues an interrupted run from its last checkpoint.
-    "run.save_every=100",
-    "run.resume=auto",
 )
 VLLM_RUNS: dict[str, tuple[str, ...]] = {
     "tool-sync": _TOOL,
@@ -173,9 +173,18 @@ RAY_RUNS: dict[str, tuple[str, ...]] = {
 # With a fixed size, a server does not measure free memory while the teacher's takes some of it.
 _VLLM_ON_GPU = ("rollout.vllm.kv_cache_bytes=17179869184", "weight_sync.transport=cuda_ipc")
 _VLLM_ON_CPU = ("rollout.vllm.kv_cache_bytes=67108864", "rollout.vllm.enforce_eager=true")
-TIMES = ("time/step_s", "time/rollout_s", "time/update_s", "time/weight_sync_s")
-SHORTEST_S = 75.0
-"""Seconds that must be left to start a run."""
+TIMES = (
+    "time/step_s",
+    "time/rollout_s",
+    "time/teacher_s",
+    "time/update_s",
+    "time/weight_sync_s",
+    "staleness/mean",
+)
+STOP_S = 60.0
+"""Seconds for a run to save its state before its limit; `run.stop_grace_s` is as long."""
+SHORTEST_S = STOP_S + 90.0
+"""Seconds that must be left to start a run: a server of vLLM takes more than a minute to start."""
 
 
 def list_overrides(
@@ -238,7 +247,10 @@ def list_overrides(
         "experiment=quickstart",
         *([] if rehearse else size),
         f"run.dir={out / name}",
-        "run.save_every=1000",
+        # A checkpoint has up to 9 GB, with a critic. One is kept, because disks may be small.
+        "run.save_interval_s=120",
+        "run.max_ckpt_to_keep=1",
+        "run.resume=auto",
         *teacher,
         *base,
         *(each.replace("PAIRS", str(out / "pairs.jsonl")) for each in chosen),
@@ -260,6 +272,7 @@ def list_evaluation_overrides(name: str, *, out: Path, rehearse: bool) -> list[s
         f"data.tokenizer.path={out / TEACHER / 'tokenizer'}",
         "data.eval.max_rows=200",
         f"run.dir={out / f'{name}-eval'}",
+        "run.resume=auto",
         *device,
         *([] if rehearse else ["rollout.dtype=bf16"]),
     ]
@@ -297,13 +310,7 @@ def run(
     command = [sys.executable, "-m", "temper_trainer", *overrides]
     start = time.perf_counter()
     log = out / f"{name}.txt"
-    with log.open("w") as output:
-        try:
-            code: int | str = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=limit_s, check=False
-            ).returncode
-        except subprocess.TimeoutExpired:
-            code = f"stopped after {limit_s:.0f} s"
+    code = run_within_limit(command, log=log, limit_s=limit_s, stop_s=STOP_S)
     row: dict[str, object] = {
         "job": name,
         "ok": code == 0,
@@ -329,20 +336,69 @@ def run(
     rows.add(row)
 
 
+def run_within_limit(
+    command: Sequence[str], *, log: Path, limit_s: float, stop_s: float
+) -> int | str:
+    """Run a command, asking it to stop `stop_s` seconds before the limit.
+
+    Returns:
+        The exit code, or a text if the command did not end by itself.
+    """
+    # Appended, because the log of an earlier part may explain its end.
+    with log.open("a") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            return process.wait(limit_s - stop_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # temper-train saves a checkpoint
+        try:
+            process.wait(stop_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return f"killed after {limit_s:.0f} s"
+        return f"stopped after {limit_s - stop_s:.0f} s"
+
+
 def summarize(metrics: Path) -> dict[str, object]:
-    """Return median times, and rewards and held-out accuracy by step."""
+    """Return medians and means of times, and rewards and held-out accuracy by step."""
     steps = [json.loads(line) for line in metrics.read_text().splitlines() if line]
     main = [step for step in steps if step.get("phase") not in ("warm_start", "eval")]
     row: dict[str, object] = {"steps": len(main)}
+    # The first step of each part compiles and allocates.
+    first = {
+        next((step["step"] for step in main if step["time_s"] > start), None)
+        for start in find_starts(metrics.parent)
+    }
+    steady = [step for step in main[1:] if step["step"] not in first]
     for key in TIMES:
-        # Skip the first step, which compiles and allocates.
-        values = [step[key] for step in main[1:] if key in step]
+        values = [step[key] for step in steady if key in step]
         if values:
             row[key] = round(statistics.median(values), 3)
+            row[f"{key}, mean"] = round(statistics.fmean(values), 3)
     for key in sorted({key for step in steps for key in step}):
         if key.startswith("eval") or key in ("reward/mean", "preference/accuracy"):
             row[key] = [round(step[key], 4) for step in steps if key in step]
     return row
+
+
+def find_starts(folder: Path) -> list[float]:
+    """Return the Unix times of the starts of a run."""
+    return [float(str(start["time_s"])) for start in read_starts(folder)]
+
+
+def find_working_times(times: Sequence[float], *, starts: Sequence[float]) -> list[float]:
+    """Return the times of steps as if each part had begun when the step before it ended.
+
+    Args:
+        times: Unix times of the steps that the run kept.
+        starts: Unix times of its starts.
+    """
+    working, pause = list(times[:1]), 0.0
+    for before, now in pairwise(times):
+        pause += max((start - before for start in starts if before < start <= now), default=0.0)
+        working.append(now - pause)
+    return working
 
 
 def plot(out: Path, names: Sequence[str]) -> None:
@@ -359,6 +415,10 @@ def plot(out: Path, names: Sequence[str]) -> None:
         for name in names:
             lines = (out / f"{name}.jsonl").read_text().splitlines()
             steps = [json.loads(line) for line in lines]
+            times = find_working_times(
+                [step["time_s"] for step in steps], starts=find_starts(out / name)
+            )
+            steps = [step | {"time_s": time_s} for step, time_s in zip(steps, times, strict=True)]
             begin = next((step["time_s"] for step in steps if step["phase"] == "eval"), None)
             if begin is None:  # The limit ended the run before its first evaluation.
                 continue

@@ -13,7 +13,9 @@ can run in parallel; `--check` validates the settings of each job and runs nothi
 
 Each job is a `temper-train` run in its own process, on arithmetic problems with a random model of
 the given shape. The timings of all steps except the first become rows of FOLDER/rows.jsonl. Jobs in
-FOLDER/finished.jsonl are left out, so the same command continues after an interruption.
+FOLDER/finished.jsonl are left out, so the same command continues after an interruption. The job
+that was interrupted starts again, because it would otherwise warm up twice: its folder is renamed
+to NAME.superseded-N.
 `--weights` reads the model from FOLDER/SHAPE, and writes a random one there first if it is absent.
 Without it, every run initializes the model on the CPU, which takes minutes for 8B.
 `--mean-length` makes that model end completions: so many token ids end one that completions of
@@ -47,7 +49,7 @@ import transformers
 from temper_trainer.config_loading import load
 from temper_trainer.rollout.vllm.server_process import SERVER_MODULE
 from tools.gpu.engine_fsdp import provide_entry_points
-from tools.gpu.workload import CARDS, SHAPES, FinishedJobs, Rows
+from tools.gpu.workload import CARDS, SHAPES, FinishedJobs, Rows, set_aside_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,6 +329,7 @@ def run_job(
         "PYTHONFAULTHANDLER": "1",
         "CUDA_VISIBLE_DEVICES": ",".join(gpus),
     }
+    set_aside_run(folder)
     begin = time.perf_counter()
     with (out / f"{name}.log").open("w") as log:
         module = "tools.gpu.kill_while_sending" if job.is_killed_while_sending else "temper_trainer"
@@ -415,9 +418,19 @@ def read_steps(metrics: Path) -> list[dict[str, float]]:
 
 
 def summarize_metrics(metrics: Path) -> dict[str, object]:
-    """Return medians over all steps but the first, and the maximum of some metrics."""
-    summary: dict[str, object] = {"steps": len(read_steps(metrics))}
-    steady = read_steps(metrics)[1:]
+    """Return medians over all steps but the first, and the maximum of some metrics.
+
+    `s_per_step` and `trained_tokens_per_s` count everything between the end of the first step and
+    the end of the last.
+    """
+    steps = read_steps(metrics)
+    summary: dict[str, object] = {"steps": len(steps)}
+    steady = steps[1:]
+    if steady:
+        seconds = steps[-1]["time_s"] - steps[0]["time_s"]
+        tokens = sum(step["batch/trained_tokens"] for step in steady)
+        summary["s_per_step"] = round(seconds / len(steady), 5)
+        summary["trained_tokens_per_s"] = round(tokens / seconds, 1)
     for key in (*TIMES, *OTHERS):
         values = [line[key] for line in steady if key in line]
         if values:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from temper_engine_api.batch import Denominators, PackedBatch, SequenceBatch, from_sequences
+from temper_engine_api.checkpoint import set_aside
 from temper_engine_api.engine import BaseEngine
 from temper_engine_api.objective import Aggregation, HeadOutput, HeadOutputs, LossTerms, Objective
 from temper_engine_api.specs import Scalar
@@ -206,6 +207,16 @@ class FinishedJobs:
         if is_finished:
             print(f"{job[0]}: left out, because it is in {self.path}", flush=True)
         return is_finished
+
+
+def set_aside_run(folder: Path) -> None:
+    """Rename the folder of an interrupted run, if there is one, to ``NAME.superseded-N``.
+
+    For runs whose times are the result: one that continued would warm up twice.
+    """
+    if folder.exists():
+        renamed = set_aside(folder, "superseded")
+        print(f"{folder} is of an earlier run: renamed to {renamed.name}", flush=True)
 
 
 def small_batch() -> SequenceBatch:
