@@ -1,4 +1,4 @@
-"""An interrupted measurement on GPUs continues with the same command."""
+"""Runs on GPUs: the same command continues them, and pages and engines have the right settings."""
 
 import json
 import sys
@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from temper_engine_api.specs import ModelSpec
 from temper_trainer.config_loading import load
+from tools.gpu import float8_engine
 from tools.gpu.train_arithmetic import (
+    VLLM_RUNS,
     find_working_times,
     list_evaluation_overrides,
     list_overrides,
@@ -17,6 +20,7 @@ from tools.gpu.train_arithmetic import (
 from tools.gpu.trainer_vllm import run_job, summarize_metrics
 from tools.gpu.workload import Rows
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "train_gpu.md"
 LINES = [
     {"step": 1, "phase": "rl", "time_s": 100.0, "time/step_s": 9.0, "batch/trained_tokens": 50},
     {"step": 2, "phase": "rl", "time_s": 104.0, "time/step_s": 3.0, "batch/trained_tokens": 60},
@@ -116,3 +120,31 @@ def test_job_starts_again_next_to_the_folder_of_an_interrupted_one(tmp_path: Pat
     assert row["steps"] == 0
     earlier = tmp_path / "colocated-0.5B.superseded-1" / "metrics.jsonl"
     assert len(earlier.read_text().splitlines()) == len(LINES)
+
+
+@pytest.mark.parametrize("name", ["long-sync", "long-async"])
+def test_page_has_the_settings_of_the_long_runs(name: str) -> None:
+    block = PAGE.read_text().partition("```text\n")[2].partition("```")[0]
+    *lines, only_async = block.splitlines()
+    lines += [only_async.partition("#")[0]] if name == "long-async" else []
+    # `long-async` starts from the warm start of the other run.
+    on_page = {
+        word
+        for line in lines
+        for word in line.split()
+        if name == "long-sync" or not word.startswith("warm_start.")
+    }
+    settings = list_overrides(
+        name, out=Path("runs"), rehearse=False, rollout_python="python", steps=100
+    )
+    assert on_page <= set(settings)
+    assert set(VLLM_RUNS[name]) & set(settings) <= on_page
+
+
+def test_engines_for_the_kit_multiply_in_float8_by_default() -> None:
+    model = ModelSpec(path="model")
+    rowwise = float8_engine.Float8Config(model=model)
+    tensorwise = float8_engine.TensorwiseConfig(model=model)
+    assert float8_engine.Float8Engine.config_class is type(rowwise)
+    assert float8_engine.TensorwiseEngine.config_class is type(tensorwise)
+    assert (rowwise.float8, tensorwise.float8) == ("rowwise", "tensorwise")
