@@ -272,17 +272,51 @@ def update_with_infinite_gradient(rank, *, setup, batch):
     "layout", select_layouts(["tp2-sp-ep2"], nightly=["one-rank", "cp2-ep2", "pp2", "pp2-vpp2"])
 )
 def test_router_losses_and_loads_match_transformers(engine_in_layout, oracle, layout, changes):
-    losses = (("router_aux_loss", 0.1), ("router_z_loss", 0.1))
-    batch = oracle.get_batch(model=EXPERTS)
-    expected = oracle.get_update(
-        oracle.make_setup(EXPERTS, engine_fields=losses), ZeroProbe(), batch
+    check_router_losses(
+        engine_in_layout(layout), oracle, model=EXPERTS, changes=changes, tolerance=GRADIENT
     )
-    setup = oracle.make_setup(EXPERTS, engine_fields=(*losses, *changes.items()))
+
+
+SIGMOID_FAMILIES = ("deepseek_v3", "glm4_moe", "nemotron_h")
+ROWS = {"remove_padding": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "changes"),
+    [
+        ("deepseek_v3", "ep2", {}),
+        ("glm4_moe", "tp2-sp-ep2", ROWS),
+        *(
+            pytest.param(family, layout, changes, marks=pytest.mark.nightly)
+            for family in SIGMOID_FAMILIES
+            for layout in ("one-rank", "ep2", "tp2-sp-ep2", "pp2")
+            for changes in ({}, ROWS)
+        ),
+    ],
+)
+def test_router_losses_and_loads_of_sigmoid_routers_match_transformers(
+    engine_in_layout, oracle, family, layout, changes
+):
+    check_router_losses(
+        engine_in_layout(layout),
+        oracle,
+        model=FAMILIES[family],
+        changes=changes,
+        tolerance=get_family_gradient(family),
+    )
+
+
+def check_router_losses(engine, oracle, *, model, changes, tolerance):
+    """Compare gradients of both router losses, and all router metrics, with transformers."""
+    losses = (("router_aux_loss", 0.1), ("router_z_loss", 0.1))
+    batch = oracle.get_batch(model=model)
+    expected = oracle.get_update(oracle.make_setup(model, engine_fields=losses), ZeroProbe(), batch)
+    setup = oracle.make_setup(model, engine_fields=(*losses, *changes.items()))
     for split in (ONE_MICRO_BATCH, FIVE_MICRO_BATCHES):
-        updates = engine_in_layout(layout).run(
+        updates = engine.run(
             measure_update, setup=setup, objective=ZeroProbe(), batch=batch, split=split
         )
-        assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
+        assert_all_close(updates[0].gradients, expected.gradients, tolerance, quantity="gradient")
         metrics = merge_update_metrics(updates)
         for name, value in merge_update_metrics([expected]).items():
             if name.startswith("router/"):

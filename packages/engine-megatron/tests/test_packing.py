@@ -45,7 +45,6 @@ def test_rows_are_padded_to_the_longest_and_sliced_at_the_same_positions():
         [[12, 0], [0, 0]],
     )
     assert second.positions.tolist() == [[2, 0], [0, 0]]
-    assert second.is_padding.tolist() == [[False, True], [True, True]]
     assert (first.local_index.tolist(), second.local_index.tolist()) == (
         [0, 2, -1, 1, 3],
         [-1, -1, 0, -1, -1],
@@ -125,7 +124,7 @@ def causal_attention(query, key, value, scores):
     return torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(2, dim=1))
 
 
-def test_micro_batch_has_the_weights_of_its_tokens_and_a_padding_mask():
+def test_micro_batch_has_the_weights_of_its_tokens():
     batch = from_sequences([torch.zeros(5)], loss_masks=[torch.tensor([0, 0, 1, 1, 1])])
     second = build_slice(batch, cp_size=2, cp_rank=1, token_multiple=4)
     # Three of the mini-batch's four trained tokens, over five tokens. The slice has tokens 4 to 7;
@@ -135,7 +134,6 @@ def test_micro_batch_has_the_weights_of_its_tokens_and_a_padding_mask():
     assert tokens.sequence_index.tolist() == [[0, 1, 1, 1]]
     assert tokens.is_real.tolist() == [[True, False, False, False]]
     assert tokens.lengths.tolist() == [5, 1]
-    assert second.is_padding.tolist() == [[False, True, True, True]]
 
 
 def test_position_ids_of_the_batch_are_kept():

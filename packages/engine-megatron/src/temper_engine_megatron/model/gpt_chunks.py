@@ -58,7 +58,6 @@ class PackedGPTModel(GPTModel):
         attention_mask: None = None,
         *,
         packed_seq_params: PackLayout | RowLayout,
-        padding_mask: Tensor,
     ) -> Tensor:
         """Compute the hidden states of one micro-batch with R rows and S positions on this rank.
 
@@ -67,7 +66,6 @@ class PackedGPTModel(GPTModel):
             position_ids: [R, S] int64.
             attention_mask: Unused; Megatron passes None.
             packed_seq_params: Sequence boundaries.
-            padding_mask: [R, S] bool.
 
         Returns:
             [S, R, D], or this rank's slice of S under sequence parallelism.
@@ -77,17 +75,15 @@ class PackedGPTModel(GPTModel):
         frequencies = self.rotary_frequencies.to(position_ids.device)
         # [S, R, D / 2], or [kinds, S, R, D / 2].
         angles = position_ids.t().float()[..., None] * frequencies[..., None, None, :]
-        has_router_loss = self.config.num_moe_experts and (
-            self.config.moe_aux_loss_coeff or self.config.moe_z_loss_coeff
-        )
         hidden: Tensor = self.decoder(
             hidden_states=self._embed(input_ids, position_ids) if self.pre_process else None,
             attention_mask=None,
             # Repeat the angles, because the two halves of a head's dimensions rotate together, as
             # in transformers.
             rotary_pos_emb=torch.cat([angles, angles], dim=-1).unsqueeze(-2),
+            # No `padding_mask`: routers know the padding from these parameters, and megatron-core
+            # 0.16 multiplies a mask [T] with choices [T, E] in routers with biases.
             packed_seq_params=packed_seq_params,
-            padding_mask=self._take_sequence_shard(padding_mask) if has_router_loss else None,
         )
         return hidden
 

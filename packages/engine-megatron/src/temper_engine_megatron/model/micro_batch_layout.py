@@ -30,8 +30,6 @@ class LocalMicroBatch:
     """[R, S] int64 token ids; 0 at padding."""
     positions: Tensor
     """[R, S] int64 positions within each sequence; 0 at padding."""
-    is_padding: Tensor
-    """[R, S] bool mask of the padding."""
     attention: PackLayout | RowLayout
     """Sequence boundaries for attention."""
     local_index: Tensor
@@ -118,7 +116,6 @@ def build_local_micro_batch(
         micro_batch=on_device,
         tokens=to_local_rows(on_device.tokens, 0),
         positions=to_local_rows(on_device.get_position_ids(), 0),
-        is_padding=to_local_rows(torch.zeros_like(on_device.loss_mask), True),
         attention=attention,
         local_index=torch.where(is_local, (column - local.start) * num_rows + row, -1),
     )

@@ -186,7 +186,6 @@ class ScheduleRunner:
                 input_ids=local.tokens,
                 position_ids=local.positions,
                 packed_seq_params=local.attention,
-                padding_mask=local.is_padding,
             )
             # Megatron calls the second value with the output on the last stage.
             return output, lambda hidden: self._compute_loss(hidden, local, options)
