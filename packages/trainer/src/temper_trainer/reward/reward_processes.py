@@ -12,14 +12,16 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 
 from temper_engine_api.errors import ConfigError, TemperError
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
+from temper_trainer.config.reward import RewardFunctionConfig
 from temper_trainer.process_groups import kill_group, kill_group_on_exit
 from temper_trainer.redaction import (
     configure_logging,
@@ -27,6 +29,7 @@ from temper_trainer.redaction import (
     redact_standard_streams,
     register_secrets,
 )
+from temper_trainer.reward.registry import resolve_reward
 from temper_trainer.reward.reward_calls import (
     CallRound,
     FailureKind,
@@ -51,6 +54,10 @@ _EXTERNAL_KILL_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
+_BLOCKED_AFTER_S = 3.0
+"""Time after reward.timeout_s in which a process answers unless a call holds the GIL."""
+
+
 class WorkerStartError(TemperError, RuntimeError):
     """A reward worker did not start."""
 
@@ -68,14 +75,14 @@ class ProcessScoring:
             WorkerStartError: If a worker does not start.
         """
         try:
-            # Checked first, to name the setting: the error of multiprocessing would not.
-            pickle.dumps(call)
+            # Pickled first, to name the setting: the error of multiprocessing would not. The
+            # function's module is imported only after the worker has set up its logging.
+            self._load_call = partial(pickle.loads, pickle.dumps(call))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
                 f"the reward function cannot be sent to worker processes ({error}): define it at "
                 "the top level of a module, or set reward.num_workers to 0."
             ) from error
-        self._call = call
         self._timeout_s = timeout_s
         self._max_retries = max_retries
         # PR_SET_PDEATHSIG kills a worker when the thread that started it ends, so this thread must
@@ -91,7 +98,7 @@ class ProcessScoring:
         self._idle: list[_Worker] = []
         self._workers: set[_Worker] = set()
         self._is_closed = False
-        starting = [self._starter.submit(_Worker, call) for _ in range(num_workers)]
+        starting = [self._starter.submit(_Worker, self._load_call) for _ in range(num_workers)]
         self._idle = [each.result() for each in starting]
         self._workers = set(self._idle)
         for worker in self._idle:
@@ -139,11 +146,7 @@ class ProcessScoring:
                 self._drop(worker, item=item, reason=f"{limit}, which counts as failed")
                 return make_timeout_outcome(item, timeout_s=self._timeout_s)
             except (EOFError, ConnectionError):
-                # Before kill(), which would hide how the process ended.
-                has_ended = bool(wait([worker.process.sentinel], timeout=1.0))
-                # Before the exit code is read, which frees the id of the process.
-                worker.kill()
-                exit_code = worker.process.exitcode if has_ended else None
+                exit_code = worker.collect_exit_code()
                 reason = f"died with exit code {exit_code}"
             else:
                 self._give_back(worker)
@@ -162,7 +165,7 @@ class ProcessScoring:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
-        worker = self._starter.submit(_Worker, self._call).result()
+        worker = self._starter.submit(_Worker, self._load_call).result()
         with self._lock:
             self._workers.add(worker)
         worker.wait_until_ready()
@@ -194,19 +197,73 @@ class ProcessScoring:
         worker.kill()
 
 
+def call_as_driver(function: RewardFunctionConfig, item: Item, *, timeout_s: float) -> Outcome:
+    """Make one call as with reward.num_workers=0, but in a new process, which can be killed.
+
+    The process makes the call in a thread and stops waiting after `timeout_s`. If it does not
+    answer soon after that, the call holds the GIL, and would block a run.
+
+    Raises:
+        WorkerStartError: If the process does not start.
+    """
+    prompt, _ = item
+    function = replace(function, arguments=dict(function.arguments))
+    worker = _Worker(partial(_load_thread_call, function, timeout_s))
+    try:
+        worker.wait_until_ready()
+        return worker.call(item, timeout_s=timeout_s + _BLOCKED_AFTER_S)
+    except TimeoutError:
+        outcome = make_timeout_outcome(item, timeout_s=timeout_s)
+        return replace(
+            outcome,
+            message=f"{outcome.message}, and kept the GIL, so that no time limit could end it in a "
+            "run and the run would hang: correct the function, or set reward.num_workers=1, which "
+            "calls it in a process that is killed after reward.timeout_s",
+        )
+    except (EOFError, ConnectionError):
+        message = (
+            f"the function ended its process with exit code {worker.collect_exit_code()} (prompt "
+            f"{prompt.prompt_id}, {prompt.location}), and would end the run: correct it, or set "
+            "reward.num_workers=1"
+        )
+        return Outcome(kind=FailureKind.EXCEPTION, message=message)
+    finally:
+        worker.kill()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ThreadCall:
+    """Makes each call in a thread, and stops waiting for it after `timeout_s`."""
+
+    call: RewardCall
+    timeout_s: float
+
+    def __call__(self, item: Item) -> Outcome:
+        outcomes: list[Outcome] = []
+        thread = threading.Thread(target=lambda: outcomes.append(self.call(item)), daemon=True)
+        thread.start()
+        thread.join(self.timeout_s)
+        return outcomes[0] if outcomes else make_timeout_outcome(item, timeout_s=self.timeout_s)
+
+
+def _load_thread_call(function: RewardFunctionConfig, timeout_s: float) -> _ThreadCall:
+    """Import a function by its name, because not every function of a run can be pickled."""
+    call = RewardCall(function=resolve_reward(function), arguments=dict(function.arguments))
+    return _ThreadCall(call=call, timeout_s=timeout_s)
+
+
 class _Worker:
     """One process, which makes one call at a time."""
 
-    def __init__(self, call: RewardCall) -> None:
+    def __init__(self, load_call: Callable[[], Callable[[Item], Outcome]]) -> None:
+        """Start the process, which first calls `load_call`; it must be picklable."""
         # The driver has threads and may have initialized CUDA, and neither survives a fork.
         context = multiprocessing.get_context("spawn")
         self.connection, child_connection = context.Pipe()
         self.process = context.Process(
             target=_serve,
-            # Pickled here, so that the function's module is imported only after logging is set up.
-            args=(child_connection, pickle.dumps(call), list_registered_secrets()),
+            args=(child_connection, load_call, list_registered_secrets()),
             name="temper-reward",
-            daemon=True,
         )
         self.process.start()
         # Keep multiprocessing from waiting for this process. Otherwise, if it dies before another
@@ -256,6 +313,14 @@ class _Worker:
         assert isinstance(outcome, Outcome)
         return outcome
 
+    def collect_exit_code(self) -> int | None:
+        """Return the exit code of a process that has died; None if it still runs. Ends it."""
+        # Before kill(), which would hide how the process ended.
+        has_ended = bool(wait([self.process.sentinel], timeout=1.0))
+        # Before the exit code is read, which frees the id of the process.
+        self.kill()
+        return self.process.exitcode if has_ended else None
+
     def kill(self) -> None:
         """Kill the process and the programs that it has started, and wait for its end. Idempotent.
 
@@ -274,7 +339,11 @@ class _Worker:
             self.connection.close()
 
 
-def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) -> None:
+def _serve(
+    connection: Connection,
+    load_call: Callable[[], Callable[[Item], Outcome]],
+    secrets: Sequence[str],
+) -> None:
     """Receive items and send their outcomes, until the driver is gone."""
     try:
         _die_with_driver()
@@ -284,7 +353,7 @@ def _serve(connection: Connection, pickled_call: bytes, secrets: Sequence[str]) 
         register_secrets(secrets)
         redact_standard_streams()
         configure_logging()
-        call: RewardCall = pickle.loads(pickled_call)  # noqa: S301 - from the parent process
+        call = load_call()
         connection.send("ready")
         while True:
             connection.send(call(connection.recv()))

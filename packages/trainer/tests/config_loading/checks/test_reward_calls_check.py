@@ -11,6 +11,10 @@ from temper_trainer.config_loading import load
 from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
 
 REWARDS = """
+import multiprocessing
+import os
+import re
+import threading
 import time
 
 def echo(prompt, text):
@@ -28,6 +32,20 @@ def nothing(prompt, text):
 
 def hang(prompt, text):
     time.sleep(3600)
+
+def backtrack(prompt, text):
+    re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, and keeps the GIL
+
+def crash(prompt, text):
+    os._exit(3)
+
+def run_program(prompt, text):
+    program = multiprocessing.get_context("fork").Process(target=time.sleep, args=(0,))
+    program.start()
+    program.join()
+    return float(threading.current_thread() is not threading.main_thread())
+
+unnamed = lambda prompt, text: 1.0
 
 def load_model(prompt, text):
     raise MemoryError
@@ -53,8 +71,44 @@ def test_reward_gets_the_first_row_with_its_answer_as_completion(settings: list[
     check_reward_calls(load([*settings, "reward.function=rewards_of_check:echo"]).config)
 
 
+@pytest.mark.parametrize(
+    ("name", "is_accepted"),
+    [("gsm8k_strict", False), ("exact_match", True), ("rewards_of_check:echo", True)],
+)
+def test_warning_names_a_reward_that_rejects_the_reference_answer(
+    settings: list[str], caplog: pytest.LogCaptureFixture, name: str, is_accepted: bool
+) -> None:
+    check_reward_calls(load([*settings, f"reward.function={name}"]).config)
+    warning = f"data.train: the reference answer of the first row, '2', gets reward 0 from {name}: "
+    assert (warning in caplog.text) != is_accepted
+    assert bool(caplog.text) != is_accepted
+
+
 def test_reward_that_asks_for_it_is_not_called(settings: list[str]) -> None:
     check_reward_calls(load([*settings, "reward.function=rewards_of_check:load_model"]).config)
+
+
+@pytest.mark.parametrize("name", ["unnamed", "run_program"])
+def test_function_that_only_the_driver_could_call_passes(settings: list[str], name: str) -> None:
+    """Functions without a name cannot be pickled, and daemonic processes start no others."""
+    check_reward_calls(load([*settings, f"reward.function=rewards_of_check:{name}"]).config)
+
+
+def test_function_that_workers_cannot_import_is_refused_with_workers(settings: list[str]) -> None:
+    overrides = ["reward.function=rewards_of_check:unnamed", "reward.num_workers=1"]
+    with pytest.raises(ConfigError, match="cannot be sent to worker processes"):
+        check_reward_calls(load([*settings, *overrides]).config)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_call_that_keeps_the_gil_is_ended(settings: list[str], num_workers: int) -> None:
+    overrides = [
+        "reward.function=rewards_of_check:backtrack",
+        f"reward.num_workers={num_workers}",
+    ]
+    with pytest.raises(ConfigError, match=r"timeout: took longer than reward\.timeout_s") as caught:
+        check_reward_calls(load([*settings, *overrides]).config)
+    assert ("set reward.num_workers=1" in str(caught.value)) == (num_workers == 0)
 
 
 @pytest.mark.parametrize(
@@ -63,6 +117,10 @@ def test_reward_that_asks_for_it_is_not_called(settings: list[str]) -> None:
         ("fail", "exception: KeyError: '2' (prompt 0, {file}:1)\nTraceback"),
         ("leave", "exception: SystemExit: no API key (prompt 0, {file}:1)\nTraceback"),
         ("nothing", "not_finite: returned None (NoneType), but a reward is a finite number"),
+        (
+            "crash",
+            "exception: the function ended its process with exit code 3 (prompt 0, {file}:1)",
+        ),
         ("hang", "timeout: took longer than reward.timeout_s = 0.5 (prompt 0, {file}:1)"),
     ],
 )
