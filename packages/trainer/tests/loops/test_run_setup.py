@@ -1,6 +1,7 @@
 """Models are fitted to the tokenizer, epochs become steps, schedules get the run's length."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, models
@@ -45,6 +46,50 @@ def test_models_of_another_path_are_kept_after_the_warm_start() -> None:
     assert fitted.actor.engine.model.path == "trained"
     assert fitted.ref is not None
     assert fitted.ref.engine.model.path == "other"
+
+
+@pytest.fixture
+def on_saved_model(tmp_path: Path) -> TrainerConfig:
+    """Return the configuration of a run on a saved model with two tokens."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": 2}')
+    return composed("~actor.engine.model.architecture", f"actor.engine.model.path={tmp_path}")
+
+
+def test_tokenizer_with_more_tokens_than_the_models_embedding_is_refused(
+    on_saved_model: TrainerConfig,
+) -> None:
+    words = {"a": 0, "b": 1, "c": 2}
+    larger = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "a")))
+    message = (
+        r"actor\.engine\.model\.path: .* ids up to 2, but the model has vocab_size 2 in .*json"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit_models_to_tokenizer(on_saved_model, larger)
+
+
+@pytest.mark.parametrize("required", [{"eos_token": "<c>"}, {"pad_token": "<c>"}])
+def test_end_and_padding_tokens_must_be_in_the_models_embedding(
+    on_saved_model: TrainerConfig, required: dict[str, str]
+) -> None:
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
+    with pytest.raises(ConfigError, match="ids up to 2"):
+        fit_models_to_tokenizer(
+            on_saved_model, PreTrainedTokenizerFast(tokenizer_object=words, **required)
+        )
+
+
+def test_added_token_without_an_embedding_is_a_warning(
+    on_saved_model: TrainerConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tokenizer of Gemma 3 has a token for images that its text models do not know."""
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, "a"))
+    )
+    fit_models_to_tokenizer(on_saved_model, words)
+    assert not caplog.text
+    words.add_tokens("<image>")
+    fit_models_to_tokenizer(on_saved_model, words)
+    assert "the tokenizer's token '<image>' has id 2, but the model has vocab_size 2" in caplog.text
 
 
 def test_epoch_has_as_many_steps_as_full_batches() -> None:

@@ -1,5 +1,7 @@
 """Publishing to the honest fake sampler: numbers, and the canary."""
 
+import math
+
 import pytest
 import torch
 
@@ -42,11 +44,27 @@ def test_agreeing_canary_reports_its_difference() -> None:
     assert metrics["weight_sync/canary_difference"] == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("wrong", [-1.2, float("nan")])
+@pytest.mark.parametrize("wrong", [-1.2, float("inf")])
 def test_differing_canary_stops_the_run(wrong: float) -> None:
     canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, wrong], tolerance=0.05)
     with pytest.raises(WeightError, match=r"differ by .* rollout\.canary_tolerance"):
         publisher_of(sampler()).publish(canary)
+
+
+@pytest.mark.parametrize(
+    ("trained", "sampled", "message"),
+    [
+        (math.nan, math.nan, r"the engine's log-probs .* are NaN: its weights contain NaN"),
+        (math.nan, -1.0, r"the engine's log-probs .* are NaN: its weights contain NaN"),
+        (-1.0, math.nan, r"the sampler's log-probs .* are NaN, but the engine's are numbers"),
+        # The difference of two infinities is NaN.
+        (-math.inf, -math.inf, r"differ by nan .* rollout\.canary_tolerance"),
+    ],
+)
+def test_canary_tells_nan_from_other_weights(trained: float, sampled: float, message: str) -> None:
+    canary = Canary(tokens=(3, 4, 5), engine_logprobs=lambda: [-1.0, trained], tolerance=0.05)
+    with pytest.raises(WeightError, match=message):
+        publisher_of(sampler(sampled)).publish(canary)
 
 
 def test_sampler_with_old_weights_is_refused() -> None:

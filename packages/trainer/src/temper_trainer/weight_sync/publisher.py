@@ -1,5 +1,6 @@
 """Publish the actor's weights to the sampler under a version that every completion then carries."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,7 +103,9 @@ class Publisher:
         """Return the largest difference of a log-prob, or raise WeightError if it is too large."""
         (sampled,) = self._sampler.compute_logprobs([canary.tokens], temperature=1.0)
         trained = canary.engine_logprobs()
-        # torch's max() propagates NaN; Python's max() may hide it behind a number.
+        self._check_numbers(sampled=sampled, trained=trained)
+        # torch's max() propagates NaN; Python's max() may hide it behind a number. Infinities on
+        # both sides differ by NaN.
         difference = float((torch.tensor(sampled) - torch.tensor(trained)).abs().max())
         # `not <=` instead of `>`, so that a NaN fails.
         if not difference <= canary.tolerance:
@@ -116,3 +119,19 @@ class Publisher:
                 "difference comes from the dtypes, raise rollout.canary_tolerance."
             )
         return difference
+
+    def _check_numbers(self, *, sampled: Sequence[float], trained: Sequence[float]) -> None:
+        """Raise WeightError if a log-prob is NaN, which is no difference between two dtypes."""
+        if any(map(math.isnan, trained)):
+            raise WeightError(
+                f"after publishing weights {self.version}, the engine's log-probs of the canary "
+                "prompt are NaN: its weights contain NaN or infinity, or overflow in its compute "
+                "dtype. Check the files of actor.engine.model.path. If the run has trained before, "
+                "continue from an earlier checkpoint with a lower optimizer.lr."
+            )
+        if any(map(math.isnan, sampled)):
+            raise WeightError(
+                f"after publishing weights {self.version}, the sampler's log-probs of the canary "
+                "prompt are NaN, but the engine's are numbers: the weights were damaged on their "
+                "way, or overflow in rollout.dtype."
+            )

@@ -1,5 +1,7 @@
 """Prepare a run: its checkpointer, its data and tokenizer, the sizes of its models, its length."""
 
+import json
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from temper_trainer.loops.run.run_tokenizer import load_or_train_tokenizer, uses
 from temper_trainer.metrics.run_log import RunLog
 from temper_trainer.reward.registry import find_unknown_rewards
 from temper_trainer.runtime.checkpoint_verification import make_checkpoint_verifier
+
+logger = logging.getLogger(__name__)
 
 
 def open_checkpointer(config: TrainerConfig, *, folder: RunFolder) -> Checkpointer:
@@ -128,8 +132,13 @@ def fit_models_to_tokenizer(
         tokenizer: Tokenizer of all roles.
         trained_model: Model directory that the warm start wrote; None if it has not ended, or if
             the run has none.
+
+    Raises:
+        ConfigError: If a model has fewer rows in its embedding than the tokenizer has tokens.
     """
     actor_model = config.actor.engine.model
+    for name, each in config.roles.items():
+        _check_vocabulary_size(f"{name}.engine.model", each.engine.model, tokenizer=tokenizer)
 
     def fit(role: RoleConfig | None) -> RoleConfig | None:
         if role is None:
@@ -158,6 +167,53 @@ def fit_models_to_tokenizer(
         critic=fit(config.critic),
         ref=fit(config.ref),
         teachers={name: fit_teacher(teacher) for name, teacher in config.teachers.items()},
+    )
+
+
+def _check_vocabulary_size(
+    key: str, model: ModelSpec, *, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that a saved model has an embedding for the tokens of a tokenizer.
+
+    Added tokens may be missing, because some published models never use one of them: the tokenizer
+    of Gemma 3 has a token for images, which its text models do not know. A warning names the first.
+
+    Args:
+        key: Key of the model.
+        model: The model; a folder on another host is not checked.
+        tokenizer: The run's tokenizer.
+
+    Raises:
+        ConfigError: If the vocabulary, the end token or the padding token does not fit.
+    """
+    config_file = Path(model.path or "") / "config.json"
+    if model.path is None or not config_file.is_file():
+        return
+    fields = json.loads(config_file.read_text(encoding="utf-8"))
+    # Vision-language models have the settings of the text model in text_config.
+    size = (fields.get("text_config") or {}).get("vocab_size", fields.get("vocab_size"))
+    if not isinstance(size, int):
+        return
+    may_be_missing = set(tokenizer.get_added_vocab()) - {tokenizer.eos_token, tokenizer.pad_token}
+    missing = sorted(
+        (index, token) for token, index in tokenizer.get_vocab().items() if index >= size
+    )
+    if not missing:
+        return
+    rows = f"vocab_size {size} in {config_file}"
+    if any(token not in may_be_missing for _, token in missing):
+        raise ConfigError(
+            f"{key}.path: the tokenizer in {tokenizer.name_or_path or 'the run'} has token ids up "
+            f"to {missing[-1][0]}, but the model has {rows}: set data.tokenizer.path to the "
+            "model's own tokenizer, or enlarge the model's embedding."
+        )
+    logger.warning(
+        "%s.path: the tokenizer's token %r has id %d, but the model has %s: the run fails if a "
+        "text contains it",
+        key,
+        missing[0][1],
+        missing[0][0],
+        rows,
     )
 
 
