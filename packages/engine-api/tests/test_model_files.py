@@ -109,6 +109,24 @@ def test_fp8_without_scales_is_refused(quantization: object, tmp_path: Path) -> 
         read("a.weight")
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32])
+def test_integer_weight_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.ones(2, 2, dtype=dtype), "a.bias": torch.ones(2)}
+    files = write(tmp_path, tensors)
+    with pytest.raises(WeightError, match=r"a\.weight in \S+ has integers, so it is quantized"):
+        files.read_shapes()
+    with files.open() as read, pytest.raises(WeightError, match="convert the weights to bf16"):
+        read("a.weight")
+
+
+def test_buffers_may_be_integers(tmp_path: Path) -> None:
+    positions, mask = torch.arange(3), torch.ones(2, dtype=torch.bool)
+    files = write(tmp_path, {"position_ids": positions, "mask": mask})
+    assert files.read_shapes() == {"position_ids": (3,), "mask": (2,)}
+    with files.open() as read:
+        assert torch.equal(read("position_ids"), positions)
+
+
 def test_other_quantization_is_refused_by_name(tmp_path: Path) -> None:
     settings = {"quant_method": "awq", "bits": 4}
     with pytest.raises(CapabilityError, match=r"is 'awq'.*: convert the weights to bf16"):

@@ -132,7 +132,12 @@ class ModelFiles(Mapping[str, Path]):
                 for source in sources:
                     header = get_file(source).get_slice(source)
                     if source == sources[0]:
-                        self._check_scaled(name, is_fp8=header.get_dtype().startswith("F8_"))
+                        dtype = header.get_dtype()
+                        self._check_format(
+                            name,
+                            is_fp8=dtype.startswith("F8_"),
+                            is_integer=dtype.startswith(("I", "U")),
+                        )
                         shape = header.get_shape()
                 if sources[0] != name:
                     experts, rows, groups, group_bytes = shape
@@ -173,7 +178,11 @@ class ModelFiles(Mapping[str, Path]):
             get_file(source).get_tensor(source) for source in self._sources.get(name, (name,))
         )
         if not others:
-            self._check_scaled(name, is_fp8=first.dtype in _FP8_DTYPES)
+            self._check_format(
+                name,
+                is_fp8=first.dtype in _FP8_DTYPES,
+                is_integer=not (first.is_floating_point() or first.dtype == torch.bool),
+            )
             weight: Tensor = first
             return weight
         if first.dtype == torch.uint8:
@@ -185,7 +194,14 @@ class ModelFiles(Mapping[str, Path]):
         except ValueError as error:
             raise WeightError(f"{name} in {self.folder} cannot be dequantized: {error}.") from error
 
-    def _check_scaled(self, name: str, *, is_fp8: bool) -> None:
+    def _check_format(self, name: str, *, is_fp8: bool, is_integer: bool) -> None:
+        """Raise WeightError if a tensor holds a quantized weight without its scales."""
+        # Buffers may be integers.
+        if is_integer and name.endswith("weight"):
+            raise WeightError(
+                f"{name} in {self.folder} has integers, so it is quantized in a format that cannot "
+                "be dequantized: convert the weights to bf16."
+            )
         if is_fp8 and len(self._sources[name]) == 1:
             raise WeightError(
                 f"{name} in {self.folder} is FP8, but has no scales in {name}{_SCALE}, or "

@@ -104,7 +104,10 @@ def test_chat_messages_become_a_tuple(tmp_path: Path) -> None:
         ('{"question": "1 + 1?", "answer": 2.5}', "must be text or an integer, but is float 2.5"),
         ('{"question": "1 + 1?", "answer": null}', "must be text or an integer, but is NoneType"),
         ('{"question": "1 + 1?", "answer": true}', "must be text or an integer, but is bool True"),
-        ('{"question": 7, "answer": "2"}', "must be text or a list of chat messages, but is int 7"),
+        (
+            '{"question": 7, "answer": "2"}',
+            "must be text or a list of chat messages, but is int 7: write it as text, or name",
+        ),
         ('{"question": "  ", "answer": "2"}', "is empty"),
         ('{"question": [], "answer": "2"}', "empty list"),
         ('{"question": [{"role": "user"}], "answer": "2"}', "message 0 must have role and content"),

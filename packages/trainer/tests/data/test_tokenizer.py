@@ -147,6 +147,15 @@ def test_damaged_tokenizer_file_is_named(tmp_path: Path, content: str, config: s
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
+def test_damaged_tokenizer_config_is_named(tmp_path: Path) -> None:
+    build(TokenizerConfig(kind="word_level"), tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(ConfigError, match="copy or download the tokenizer's files again") as caught:
+        load_or_train(TokenizerConfig(path=str(tmp_path)), model_path=None, texts=())
+    assert f"{file} is not JSON" in str(caught.value)
+
+
 def test_training_a_tokenizer_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="learns from the training texts"):
         build(TokenizerConfig(kind="word_level"), tmp_path, [])

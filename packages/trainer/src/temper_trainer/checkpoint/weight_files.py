@@ -70,6 +70,11 @@ def find_damaged_weights(folder: Path) -> str | None:
             # one would take most of the time.
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or 8 + length > size:
+                if _starts_with(path, b"<"):
+                    return (
+                        f"{path} is a web page in place of weights: download the file itself, for "
+                        "example with hf download."
+                    )
                 return f"{path} has {size} bytes and is truncated: copy or download it again."
             try:
                 header: dict[str, dict[str, list[int]]] = json.loads(file.read(length))

@@ -395,7 +395,7 @@ def _parse_prompt(value: object, *, location: str) -> str | tuple[ChatMessage, .
     if not isinstance(value, list | tuple):
         raise DataError(
             f"{location} must be text or a list of chat messages, but is {type(value).__name__} "
-            f"{value!r:.80}."
+            f"{value!r:.80}: write it as text, or name the field that has the prompts."
         )
     if not value:
         raise DataError(

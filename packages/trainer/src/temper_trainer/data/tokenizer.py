@@ -138,6 +138,7 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         # For a damaged tokenizer.json, transformers raises KeyError or TypeError, and the
         # tokenizers library a bare Exception.
         _check_tokenizer_file(Path(path) / "tokenizer.json")
+        _check_json_files(Path(path))
         if not isinstance(error, OSError | ValueError):
             raise
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
@@ -170,6 +171,17 @@ def _check_tokenizer_file(file: Path) -> None:
             f"{file} cannot be read as a tokenizer ({error}): copy or download the tokenizer's "
             "files again."
         ) from error
+
+
+def _check_json_files(folder: Path) -> None:
+    """Raise ConfigError if a JSON file in a folder cannot be parsed."""
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{file} is not JSON ({error}): copy or download the tokenizer's files again."
+            ) from error
 
 
 def _to_transformers(trained: Tokenizer) -> PreTrainedTokenizerBase:

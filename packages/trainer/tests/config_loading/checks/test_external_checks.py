@@ -887,6 +887,12 @@ def test_pointer_of_git_lfs_in_place_of_weights_is_named(
     assert f"{weights} is a pointer of git-lfs without the weights: run git lfs" in refusal(there)
 
 
+def test_web_page_in_place_of_weights_is_named(there: list[str], tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_text("<!DOCTYPE html>\n<html><body>Sign in</body></html>\n")
+    assert f"{weights} is a web page in place of weights: download the file" in refusal(there)
+
+
 @pytest.mark.parametrize("size", [0, 20, len(WEIGHTS) - 1])
 def test_truncated_weights_of_an_adapter_are_named(
     there: list[str], tmp_path: Path, size: int
