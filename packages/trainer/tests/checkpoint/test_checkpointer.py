@@ -587,7 +587,7 @@ def test_checkpoint_with_a_directory_as_manifest_is_skipped(tmp_path: Path) -> N
 def test_lowered_retention_warns_how_many_checkpoints_it_deletes(tmp_path: Path) -> None:
     save(make_checkpointer(tmp_path), 1, 2, 3, 4, 5)
     assert describe_deletion(make_checkpointer(tmp_path, max_to_keep=2)) == (
-        f"warning: the next save deletes 4 older checkpoints in {tmp_path}, because "
+        f"WARNING: the next save deletes 4 older checkpoints in {tmp_path}, because "
         "run.max_ckpt_to_keep is 2: raise it to keep them."
     )
     assert describe_deletion(make_checkpointer(tmp_path, max_to_keep=5)) is None  # as at every save

@@ -435,7 +435,7 @@ def test_resumed_run_lists_changed_settings_and_those_without_effect(
     assert "  run.total_steps: 2 -> 3\n" in out
     assert out.count("has no effect on a resumed run") == 1
     assert (
-        "warning: actor.engine.model.seed has no effect on a resumed run: the weights are those of "
+        "WARNING: actor.engine.model.seed has no effect on a resumed run: the weights are those of "
         "the checkpoint." in out
     )
     assert "run.resume:" not in out
@@ -482,10 +482,10 @@ def test_resumed_run_warns_about_changed_settings_that_only_its_finished_warm_st
     out = capsys.readouterr().out
     assert "  warm_start.total_steps: 4 -> 9\n" in out
     reason = "has no effect on a resumed run: "
-    assert f"warning: warm_start.total_steps {reason}the warm start is done." in out
+    assert f"WARNING: warm_start.total_steps {reason}the warm start is done." in out
     for key in ("architecture.num_hidden_layers", "seed"):
         assert (
-            f"warning: actor.engine.model.{key} {reason}the model is that of the warm start." in out
+            f"WARNING: actor.engine.model.{key} {reason}the model is that of the warm start." in out
         )
     assert out.count(reason) == 3
     assert "continuing from step" not in out

@@ -29,7 +29,7 @@ def observe(watch: LearningWatch, *steps: dict[str, float]) -> list[str]:
 )
 def test_fifth_step_without_a_signal_is_reported(metrics: dict[str, float], reason: str) -> None:
     (warning,) = observe(LearningWatch(uses_rewards=True), FINE, *[metrics] * 9)
-    assert warning.startswith(f"warning: no learning signal in steps 2 to 6: {reason}. ")
+    assert warning.startswith(f"WARNING: no learning signal in steps 2 to 6: {reason}. ")
 
 
 def test_step_with_a_signal_starts_the_count_again() -> None:
@@ -39,7 +39,7 @@ def test_step_with_a_signal_starts_the_count_again() -> None:
 def test_steps_without_a_signal_count_whatever_their_reason() -> None:
     (warning,) = observe(LearningWatch(uses_rewards=True), *[EQUAL, ZERO_STD, NO_GRADIENT] * 2)
     assert warning.startswith(
-        "warning: no learning signal in steps 1 to 5: all completions of a prompt had the same "
+        "WARNING: no learning signal in steps 1 to 5: all completions of a prompt had the same "
         "reward, for every prompt (the last of several reasons). Use prompts "
     )
 

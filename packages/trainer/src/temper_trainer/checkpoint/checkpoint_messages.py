@@ -60,7 +60,7 @@ def describe_deletion(checkpointer: Checkpointer) -> str | None:
     if len(deleted) < 2:
         return None
     return (
-        f"warning: the next save deletes {len(deleted)} older checkpoints in {root}, because "
+        f"WARNING: the next save deletes {len(deleted)} older checkpoints in {root}, because "
         f"run.max_ckpt_to_keep is {max_to_keep}: raise it to keep them."
     )
 

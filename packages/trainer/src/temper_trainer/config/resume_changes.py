@@ -90,7 +90,7 @@ def describe_changes(
         for fixed in fixed_settings:
             if is_within(key, *fixed.keys):
                 yield (
-                    f"warning: {key} has no effect on a resumed run: {fixed.source}. To use the "
+                    f"WARNING: {key} has no effect on a resumed run: {fixed.source}. To use the "
                     "new value, choose another run.dir."
                 )
                 break  # one reason is enough
@@ -100,7 +100,7 @@ def describe_changes(
     order_keys = DATA_ORDER_KEYS + (STREAMING_KEYS if has_demonstrations else ())
     if restored_parts and any(is_within(key, *order_keys) for key in changed):
         yield (
-            "warning: the training data or their order changed, but the run continues at the "
+            "WARNING: the training data or their order changed, but the run continues at the "
             "checkpoint's position in the data: some prompts may be skipped or repeated."
         )
 

@@ -41,7 +41,7 @@ class LearningWatch:
             >>> zero = {"reward/mean": 0.0, "reward/std": 0.0}
             >>> warnings = [watch.observe(step, zero) for step in range(1, 6)]
             >>> warnings[:4], warnings[4].split(":")[:2]
-            ([None, None, None, None], ['warning', ' no learning signal in steps 1 to 5'])
+            ([None, None, None, None], ['WARNING', ' no learning signal in steps 1 to 5'])
         """
         reason = self._find_reason(metrics)
         if reason is None:
@@ -55,7 +55,7 @@ class LearningWatch:
         several = " (the last of several reasons)" if len(self._reasons) > 1 else ""
         rewards = f" ({metrics['reward/mean']:g})" if reason == _EQUAL_REWARDS else ""
         return (
-            f"warning: no learning signal in steps {step - self._count + 1} to {step}: "
+            f"WARNING: no learning signal in steps {step - self._count + 1} to {step}: "
             f"{reason}{rewards}{several}. {_ADVICE[reason]}"
         )
 

@@ -157,7 +157,7 @@ class RunLog(AbstractContextManager["RunLog"]):
         if num_damaged:
             lines = "line" if num_damaged == 1 else "lines"
             self.print_line(
-                f"warning: {path} has {num_damaged} damaged {lines}: moved to {target.name}"
+                f"WARNING: {path} has {num_damaged} damaged {lines}: moved to {target.name}"
             )
         return supersede_rows(path, after_step=after_step) > 0 or num_damaged > 0
 
@@ -174,7 +174,7 @@ class RunLog(AbstractContextManager["RunLog"]):
             else f"no rows of {len(missing)} steps from {missing[0]} to {missing[-1]}"
         )
         self.print_line(
-            f"warning: {path} has {steps}, although the checkpoint has completed step {last_step}: "
+            f"WARNING: {path} has {steps}, although the checkpoint has completed step {last_step}: "
             "the file was damaged. Curves and report leave them out; the training is not affected."
         )
 
