@@ -44,11 +44,9 @@ SMALLEST = {
     "::test_denominators_are_counted_over_the_mini_batch_after_masking",
     "engine-fsdp": "test_engine.py::test_the_training_loop_of_the_rfc_lowers_the_loss",
 }
-"""The smallest test of each dependent package that calls the contract.
+"""The smallest test of each dependent package that calls the contract."""
 
-The engines' tests are nightly, because importing an engine takes ten seconds.
-"""
-
+# Nightly: importing an engine takes ten seconds, and the trainer's trial shows the same.
 SIBLINGS = ["trainer", pytest.param("engine-fsdp", marks=pytest.mark.nightly)]
 
 
@@ -198,6 +196,7 @@ def test_new_required_argument_fails_compat(dependent: str, tmp_path: Path) -> N
     assert "from_sequences() missing 1 required keyword-only argument: 'sample_ids'" in done.stdout
 
 
+# Nightly: importing an engine takes ten seconds. The lock notices the change below, every day.
 @pytest.mark.nightly
 def test_renamed_method_fails_compat(tmp_path: Path) -> None:
     done = _run(tmp_path, _find_trial("engine-fsdp"), engine_api=_broken_copy(tmp_path, METHOD))

@@ -58,6 +58,7 @@ def test_rows_run_on_the_gpus_that_the_program_sees(monkeypatch: pytest.MonkeyPa
     assert name_gpus([1]) == "5"
 
 
+# Nightly: trains tiny models in several processes.
 @pytest.mark.nightly
 def test_second_run_skips_finished_rows(tmp_path: Path) -> None:
     def run(out: str, *more: str) -> list[str]:

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# Nightly: starts processes for each of three transports, which have tests in the trainer.
 @pytest.mark.nightly
 def test_every_job_adds_a_row_and_an_unknown_job_is_refused(tmp_path: Path) -> None:
     command = [

@@ -35,6 +35,7 @@ def test_every_operator_comparison_and_number_is_changed_once() -> None:
         assert "n - 1" in fault.source
 
 
+# Nightly: runs pytest once for each fault.
 @pytest.mark.nightly
 def test_unnoticed_fault_is_reported(tmp_path: Path) -> None:
     package = tmp_path / "packages" / "example"

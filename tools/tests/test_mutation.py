@@ -176,6 +176,7 @@ def test_modules_and_layouts_exist() -> None:
     assert all(session.layouts.keys() <= known for session in SESSIONS.values())
 
 
+# Nightly: runs a part of the conformance kit in a process.
 @pytest.mark.nightly
 def test_kit_detects_an_optimizer_that_never_decays(tmp_path: Path) -> None:
     decays = next(mutant for mutant in read_sample() if mutant.id == "0d031a6b")

@@ -160,6 +160,7 @@ def write_tiny_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
     return engine, new
 
 
+# Nightly: installs an environment, and runs more groups of the kit than the test above.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_a_new_engine_passes_the_mandatory_tests_in_a_clean_environment(tmp_path: Path) -> None:

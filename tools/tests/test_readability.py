@@ -55,6 +55,7 @@ def test_the_table_counts_files_by_package(tmp_path: Path) -> None:
     assert f"| {OPERATIONS[0].title} | 2 | 3 | 1 | 1 |" in operation_table(executed, tmp_path)
 
 
+# Nightly: runs the quickstart under a profiler.
 @pytest.mark.nightly
 def test_the_quickstart_calls_every_operation() -> None:
     from tools.readability import ROOT, profile_quickstart

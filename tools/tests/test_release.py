@@ -403,6 +403,7 @@ def test_records_contain_the_tag_and_a_wrong_one_is_refused(
         read_records(tmp_path)
 
 
+# Nightly: makes one more release. A test above reads recorded reasons back.
 @pytest.mark.nightly
 def test_a_reason_for_an_untried_release_is_kept(sibling: Path) -> None:
     assert main(["engine-fsdp", "0.3.0", "--untried", 'only "words" changed'], root=sibling) == 0

@@ -363,6 +363,7 @@ def test_checkpoint_contains_a_model_that_transformers_loads(start: Start, tmp_p
         assert torch.equal(parameter.detach(), weights_of(engine)[name]), name
 
 
+# Nightly: compiling the layers takes longer than the other tests of this file.
 @pytest.mark.nightly
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"

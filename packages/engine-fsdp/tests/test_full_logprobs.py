@@ -32,6 +32,7 @@ def gradients(
     return list(torch.autograd.grad(loss, (given["hidden"], given["weight"])))
 
 
+# Nightly: compiling the head takes longer than its computation, which runs without it every day.
 @pytest.mark.parametrize("uses_compile", [False, pytest.param(True, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_outputs_and_gradients_equal_the_chunked_head(

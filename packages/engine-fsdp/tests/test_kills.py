@@ -33,6 +33,7 @@ def test_killed_save_leaves_a_step_that_loads(
         check_trial(trial)
 
 
+# Nightly: forty saves with a killed rank take minutes; see above for the kills of every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["foreground", "background"])

@@ -212,6 +212,8 @@ def test_trying_an_optimizer_does_not_change_weights_or_states(
         ("RAdam", "fsdp2"),
         ("Rprop", "fsdp1"),
         *(
+            # Nightly: the engine treats all of them alike, so one with each strategy runs every
+            # day.
             pytest.param(*row, marks=pytest.mark.nightly)
             for row in product(
                 ("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RMSprop", "SGD"),

@@ -111,6 +111,7 @@ LORA = LoraSpec(rank=3, alpha=6.0, target_modules=("q_proj",), target_parameters
 
 def mark_nightly(*names):
     """Mark these layouts for the nightly run."""
+    # Nightly: each layout builds its engines. Those of every day divide experts and matrices, too.
     return [pytest.param(name, marks=pytest.mark.nightly) for name in names]
 
 
@@ -163,6 +164,8 @@ def test_gradients_equal_peft_in_every_division_of_experts(run_in, moe_oracle, l
     [
         ("ep2", "tp2-sp"),
         *(
+            # Nightly: the first pair changes which rank has an expert and how its matrices are
+            # divided.
             pytest.param(*pair, marks=pytest.mark.nightly)
             for pair in [("tp2-sp", "ep2"), ("1-rank", "pp2-ep2"), ("dp2-ep2", "1-rank")]
         ),

@@ -226,6 +226,7 @@ def test_adapter_continues_in_the_other_engine(
             "fsdp",
             ONE_RANK,
             id="ep2-to-fsdp",
+            # Nightly: the experts of DeepSeek-V3, below, go from Megatron to FSDP every day.
             marks=pytest.mark.nightly,
         ),
     ],
@@ -255,6 +256,8 @@ def list_family_directions():
             ("megatron", MEGATRON[divided], "fsdp", TWO_RANKS),
         ):
             name = f"{family}-to-{second}"
+            # Nightly: one family with experts goes from Megatron to FSDP every day, and the kit
+            # compares all families with the oracle.
             marks = () if name == "deepseek_v3-to-fsdp" else pytest.mark.nightly
             yield pytest.param(family, (first, before), (second, after), id=name, marks=marks)
 

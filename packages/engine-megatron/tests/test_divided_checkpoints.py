@@ -296,6 +296,7 @@ FOUR_RANK_LAYOUTS = (
 )
 
 
+# Nightly: starts four processes. Two ranks do the same above, every day.
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", FOUR_RANK_LAYOUTS, ids=lambda layout: layout.name)
 def test_four_ranks_write_every_tensor_once_and_read_it_back(

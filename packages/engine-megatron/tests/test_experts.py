@@ -92,6 +92,8 @@ FOUR = Split(name="four", min_micro_batches=4)
 
 def select_layouts(names, *, nightly):
     """Return the layouts of a test; the second ones run in the nightly run only."""
+    # Nightly: each layout builds an engine on several ranks. The layouts of every day divide
+    # experts, matrices or layers; the others combine these or divide less.
     return [*names, *(pytest.param(name, marks=pytest.mark.nightly) for name in nightly)]
 
 
@@ -161,6 +163,7 @@ def test_gradients_equal_transformers(engine_in_layout, oracle, layout):
         assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
 
 
+# Nightly: the same gradients are compared in float32 every day.
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["one-rank", "ep2", "pp2", "pp2-ep2"])
 def test_gradient_norm_in_bf16_equals_transformers_within_bf16(engine_in_layout, oracle, layout):
@@ -175,6 +178,7 @@ def test_gradient_norm_in_bf16_equals_transformers_within_bf16(engine_in_layout,
 
 @pytest.mark.parametrize(
     "model",
+    # Nightly: the gradients of this model are compared every day.
     [pytest.param(EXPERTS, marks=pytest.mark.nightly), EXPERTS_WITHOUT_NORMALIZATION],
     ids=lambda model: model.name,
 )
@@ -286,6 +290,7 @@ ROWS = {"remove_padding": False}
     [
         ("deepseek_v3", "ep2", {}),
         ("glm4_moe", "tp2-sp-ep2", ROWS),
+        # Nightly: each combination builds an engine. Two run every day.
         *(
             pytest.param(family, layout, changes, marks=pytest.mark.nightly)
             for family in SIGMOID_FAMILIES
@@ -356,6 +361,8 @@ def test_gradient_with_prescribed_experts_matches_transformers(
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
 
 
+# Nightly: the test above prescribes experts every day, and the kit compares the routers of these
+# families.
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["one-rank", "tp2-sp-ep2", "pp2"])
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])

@@ -24,6 +24,7 @@ def test_killed_save_leaves_a_step_that_loads_in_another_layout(tmp_path: Path) 
         check_trial(trial)
 
 
+# Nightly: forty saves with a killed rank take minutes.
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("how", ["foreground", "background"])

@@ -79,6 +79,8 @@ def test_tiny_model_has_each_single_part_of_nemotron_layers():
     assert shrink_config(config)["layers_block_type"] == kinds
 
 
+# Nightly: each comparison starts a process that builds the model in both libraries, also in the
+# tests below. Every day, the kit compares the tested families with transformers.
 @pytest.mark.nightly
 def test_narrow_experts_of_nemotron_compute_as_in_transformers(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -87,11 +89,13 @@ def test_narrow_experts_of_nemotron_compute_as_in_transformers(monkeypatch, tmp_
     assert result["difference"] < 1e-5
 
 
+# Nightly: starts a process for a comparison, as above.
 @pytest.mark.nightly
 def test_two_shared_experts_of_glm_compute_as_in_transformers():
     check(AutoConfig.for_model("glm4_moe", n_shared_experts=2))
 
 
+# Nightly: starts a process for a comparison, as above.
 @pytest.mark.nightly
 def test_tested_family_with_another_activation_is_refused():
     config = AutoConfig.for_model("mistral", hidden_act="gelu")
@@ -110,6 +114,7 @@ def test_family_of_a_killed_comparison_is_compared_again(monkeypatch, tmp_path):
     assert not list(tmp_path.rglob("*.json"))
 
 
+# Nightly: starts a process that starts another one, which imports Megatron.
 @pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose kernel ends the process")
 def test_killed_engine_leaves_no_comparison_and_no_folder(tmp_path):
@@ -180,12 +185,14 @@ def test_model_that_computes_otherwise_is_refused_with_the_difference(monkeypatc
         check(AutoConfig.for_model("gemma", **{**GEMMA, "num_hidden_layers": 18}))
 
 
+# Nightly: starts a process for a comparison, as above.
 @pytest.mark.nightly
 def test_model_that_computes_alike_is_accepted(monkeypatch):
     monkeypatch.setattr(model_comparison, "TESTED_MODEL_TYPES", ())
     check(AutoConfig.for_model("qwen3", num_hidden_layers=28))
 
 
+# Nightly: starts a process for a comparison, as above.
 @pytest.mark.nightly
 def test_model_that_the_engine_cannot_build_is_refused_with_the_error():
     # OLMoE normalizes all heads together.

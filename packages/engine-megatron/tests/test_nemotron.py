@@ -91,6 +91,7 @@ def test_dense_models_and_other_mamba_layers_are_not_covered_by_tests():
     ]
 
 
+# Nightly: compares each model in a process of its own. The kit compares the family every day.
 @pytest.mark.nightly
 @pytest.mark.parametrize("fields", [{}, {"use_bias": True, "mamba_hidden_act": "gelu"}])
 def test_dense_model_computes_as_in_transformers(fields):
@@ -126,6 +127,7 @@ def test_shared_experts_that_do_not_split_are_refused(config):
         check_divisible_sizes(settings, split)
 
 
+# Nightly: builds nine engines on two ranks. The kit compares the family every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(

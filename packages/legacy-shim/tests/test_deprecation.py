@@ -179,6 +179,7 @@ def test_type_checkers_and_editors_see_the_sentence_on_the_class(name: str) -> N
     )
 
 
+# Nightly: starts mypy on all modules. The test above reads what mypy shows from each class.
 @pytest.mark.nightly
 def test_mypy_names_every_deprecated_class_that_is_constructed(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="needs mypy: the repository's own environment runs this")

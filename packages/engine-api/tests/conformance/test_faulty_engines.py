@@ -19,13 +19,13 @@ def mark_repetitions():
     seen, marked = set(), []
     for faulty_engine in FAULTY_ENGINES:
         tests = {test.partition("[")[0] for test in faulty_engine.tests}
+        # Nightly: other bugs that a test finds. Every pull request shows that each test can fail.
         marks = [pytest.mark.nightly] if tests <= seen else []
         seen |= tests
         marked.append(pytest.param(faulty_engine, id=faulty_engine.engine.__name__, marks=marks))
     return marked
 
 
-# Every pull request shows that each test can fail. Other bugs that the test finds are nightly.
 @pytest.mark.parametrize("faulty_engine", mark_repetitions())
 def test_each_faulty_engine_fails_its_tests(kit, faulty_engine):
     for test in faulty_engine.tests:

@@ -203,6 +203,7 @@ def test_the_command_starts_where_warnings_are_errors(tmp_path):
 
 
 @pytest.mark.slow
+# Nightly: the step kit-on-fsdp runs most of these tests on a healthy engine in every pull request.
 @pytest.mark.nightly
 def test_the_oracle_passes_every_test(kit, tmp_path):
     report = tmp_path / "report.md"
@@ -211,6 +212,7 @@ def test_the_oracle_passes_every_test(kit, tmp_path):
     assert "It conforms:" in report.read_text()
 
 
+# Nightly: kit-on-fsdp runs most of them on one and two ranks in every pull request.
 @pytest.mark.nightly
 def test_the_data_parallel_oracle_passes_every_test(kit):
     outcomes = kit.run(

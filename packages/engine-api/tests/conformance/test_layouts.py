@@ -158,6 +158,7 @@ def test_tests_pass_if_only_the_last_stage_has_outputs(kit):
     assert len(outcomes.passed) > 20
 
 
+# Nightly: the test above runs a part of them every day.
 @pytest.mark.nightly
 @pytest.mark.parametrize("layout", ["stages2", "contexts2"])
 def test_every_test_passes_if_several_ranks_form_a_replica(kit, layout):

@@ -192,6 +192,7 @@ def test_mutated_files_raise_our_own_error_or_none(kind: str, tmp_path: Path) ->
     _fuzz(kind, tmp_path / "files", examples=EVERYDAY)
 
 
+# Nightly: takes minutes. The test above draws fewer files every day.
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)

@@ -173,6 +173,7 @@ def test_mutated_companions_and_receipts_raise_our_own_error_or_none(tmp_path: P
     _fuzz(tmp_path, examples=EVERYDAY)
 
 
+# Nightly: takes minutes. The test above draws fewer files every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_thousands_of_mutated_companions_and_receipts_raise_our_own_error_or_none(

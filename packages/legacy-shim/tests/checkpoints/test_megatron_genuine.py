@@ -88,6 +88,7 @@ def write(
 
 SAVES = [
     pytest.param(DENSE, "fully_reshardable", id="dense"),
+    # Nightly: the next test reads saves of a mixture every day.
     pytest.param(MIXTURE, "fully_reshardable", id="mixture", marks=pytest.mark.nightly),
     pytest.param(DENSE, "dp_reshardable", id="dense-in-buckets"),
     pytest.param(MIXTURE, "dp_reshardable", id="mixture-in-buckets", marks=pytest.mark.nightly),

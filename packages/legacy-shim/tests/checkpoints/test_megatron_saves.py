@@ -116,6 +116,8 @@ def check(folder: Path, expected: Mapping[str, Any], **given: Any) -> None:
     check_states(training_state(model), expected)
 
 
+# Nightly: each case starts two or four ranks of Megatron. One with experts on two ranks runs every
+# day.
 nightly = pytest.mark.nightly
 
 

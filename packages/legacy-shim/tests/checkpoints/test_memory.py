@@ -54,6 +54,7 @@ def test_two_gigabytes_are_read_in_a_few_blocks(tmp_path: Path) -> None:
     assert after < 120
 
 
+# Nightly: reads for half a minute. A smaller conversion has the same bound below.
 @pytest.mark.nightly
 def test_sixty_four_gigabytes_are_read_in_as_few(tmp_path: Path) -> None:
     total, before, after = _grown(tmp_path, num_tensors=64, rows=1 << 14)

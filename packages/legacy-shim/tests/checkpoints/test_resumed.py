@@ -51,6 +51,8 @@ class Old:
 
 
 MIXTURE = Old(name="v0.7.1_fsdp1-dsv3-buffer-bf16_ws2")
+# Nightly: a mixture, a critic, one of TRL's and an adapter run every day. The others take the same
+# path with files of another release.
 nightly = pytest.mark.nightly
 narrow_values = pytest.mark.skipif(
     find_spec("temper_engine_fsdp.model") is None,

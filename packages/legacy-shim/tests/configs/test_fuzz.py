@@ -127,6 +127,7 @@ def test_any_override_list_is_translated_or_refused(
     check(tokens, entry, version)
 
 
+# Nightly: takes minutes. The test above draws fewer lists every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(10))
@@ -185,6 +186,7 @@ def test_any_yaml_is_read_or_refused(tmp_path: Path, text: str) -> None:
     check_file(tmp_path / "fuzz.yaml", text)
 
 
+# Nightly: takes minutes. The test above draws fewer files every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(5))

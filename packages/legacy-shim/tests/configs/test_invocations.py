@@ -92,6 +92,8 @@ def test_a_sample_of_real_invocations_gives_files_that_the_command_accepts(
     assert result["accepted"] >= 4, result
 
 
+# Nightly: runs the command for every fiftieth invocation. The test above calls its function every
+# day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_installed_command_says_of_a_sample_what_the_function_reported(
@@ -117,6 +119,7 @@ def test_the_installed_command_says_of_a_sample_what_the_function_reported(
     assert compared >= 15
 
 
+# Nightly: translates all invocations. The tests above take a sample every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_all_real_invocations(

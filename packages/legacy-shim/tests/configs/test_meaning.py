@@ -665,6 +665,7 @@ def test_a_sample_of_each_further_entry_means_the_same(
     assert len(results) >= 2
 
 
+# Nightly: compares all runs. The tests above take a sample every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_core_run_means_the_same(facts: Path, invocations: list[dict[str, object]]) -> None:

@@ -191,6 +191,7 @@ def test_rewards_of_a_sample_mean_the_same(
     assert len(results) >= 30
 
 
+# Nightly: compares all runs. The test above takes a sample every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_rewards_of_every_run_mean_the_same(

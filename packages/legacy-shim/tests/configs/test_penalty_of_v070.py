@@ -122,6 +122,7 @@ def rewards_by_translation(*overrides: str) -> list[float]:
 BUFFER = {"enable": True, "len": 512, "penalty_factor": 0.5, "log": False}
 
 
+# Nightly: downloads a release of verl.
 @pytest.mark.nightly
 def test_block_of_dapo_program_subtracts_nothing(release: Path) -> None:
     old = rewards_by_release(release, {"overlong_buffer": BUFFER})
@@ -130,6 +131,7 @@ def test_block_of_dapo_program_subtracts_nothing(release: Path) -> None:
     assert rewards_by_translation(*overrides) == old
 
 
+# Nightly: downloads a release of verl, as above.
 @pytest.mark.nightly
 def test_block_of_the_manager_subtracts_as_much_as_the_translation(release: Path) -> None:
     kwargs = {"overlong_buffer_cfg": BUFFER, "max_resp_len": RESPONSE_TOKENS}
@@ -142,6 +144,7 @@ def test_block_of_the_manager_subtracts_as_much_as_the_translation(release: Path
     assert new == pytest.approx(old, abs=1e-6)
 
 
+# Nightly: downloads a release of verl, as above.
 @pytest.mark.nightly
 def test_reward_loop_is_on_by_default(release: Path) -> None:
     text = (release / "verl/trainer/config/reward_model/dp_reward_loop.yaml").read_text()

@@ -119,6 +119,8 @@ KINDS |= {
     ),
     "group of one": ("v0.6.1", ("algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=1")),
 }
+# Nightly: each kind trains for some steps. GRPO trains every day, and test_meaning.py compares
+# settings of old and new runs.
 NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in KINDS if name != "grpo"]
 
 

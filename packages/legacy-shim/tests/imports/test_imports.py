@@ -296,6 +296,7 @@ def test_scopes_of_classes_comprehensions_and_globals_are_those_of_python() -> N
     assert _change(text) == expected
 
 
+# Nightly: measures processor time, which other programs on the host lengthen.
 @pytest.mark.nightly
 def test_a_long_file_takes_less_than_a_fifth_of_a_second() -> None:
     line = "    out = [each.batch['x'].sum(-1) for each in data if each is not None]\n"

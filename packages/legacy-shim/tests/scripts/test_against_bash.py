@@ -63,6 +63,7 @@ def test_folder_of_the_stubs_is_no_difference(monkeypatch: pytest.MonkeyPatch) -
 PUBLIC = pytest.mark.parametrize("get_paths", [public_scripts, _drawn_paths])
 
 
+# Nightly: runs hundreds of public scripts in bash. Our samples are compared above every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @PUBLIC
@@ -81,6 +82,7 @@ def test_new_scripts_of_public_ones_do_in_bash_what_was_meant(
     assert result["right"] >= result["not compared"]
 
 
+# Nightly: runs hundreds of public scripts in bash. Our samples are compared above every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @PUBLIC

@@ -94,6 +94,7 @@ def trial_commands() -> Iterator[tuple[str, tuple[str, ...]]]:
             yield name, argv
 
 
+# Nightly: trains once per drawn project. test_trained.py trains a CPU trial every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_cpu_trials_of_drawn_scripts_train(

@@ -39,6 +39,7 @@ OPEN = {"needs a person": "question", "conflict": "question", "unmapped": "unmap
 DROPPED = ("dropped", "ignored", "superseded")
 
 
+# Nightly: translates all drawn scripts. Our samples are translated every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_drawn_scripts_meet_the_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,6 +55,7 @@ def migrated(path: Path) -> Migration:
     return migration
 
 
+# Nightly: translates all public scripts. Our samples are translated every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_public_scripts_are_translated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

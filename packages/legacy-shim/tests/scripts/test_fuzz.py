@@ -231,6 +231,7 @@ def test_what_launches_is_rewritten_or_refused(text: str) -> None:
     _check_new_script(text)
 
 
+# Nightly: takes minutes. The test above draws fewer projects every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(10))
@@ -256,6 +257,7 @@ def test_any_characters_are_read_or_refused(text: str) -> None:
     _check(text)
 
 
+# Nightly: takes minutes. The test above draws fewer texts every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(5))

@@ -121,6 +121,7 @@ def test_chosen_traces_are_reproduced(everyday: dict[str, list[dict[str, Any]]])
     assert not complaints, "\n".join(complaints)
 
 
+# Nightly: replays all traces. The test above replays chosen ones every day.
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world_size", [1, 2])

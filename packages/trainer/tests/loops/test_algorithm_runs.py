@@ -21,6 +21,8 @@ SHORT = (
 
 
 LARGER = [
+    # Nightly: a run differs from one of every day only in its loss or estimator, which have unit
+    # tests.
     pytest.param(name, marks=pytest.mark.nightly)
     for name in ("cispo", "gmpo", "kl_cov", "sapo", "opo", "gpg")
 ]

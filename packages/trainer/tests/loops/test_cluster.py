@@ -18,6 +18,8 @@ ray = pytest.importorskip(
     "ray", reason="Ray is not installed: pip install './packages/trainer[ray]'"
 )
 cluster_utils = pytest.importorskip("ray.cluster_utils")
+# Nightly: starting several Ray nodes and losing one takes minutes. Runs on one node are tested
+# every day.
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Run = Callable[..., RunResult]

@@ -12,6 +12,7 @@ import pytest
 from temper_trainer.loops import RunResult
 
 pytestmark = [
+    # Nightly: makes a run for each kind of damage. test_recovery_runs.py draws three every day.
     pytest.mark.nightly,
     pytest.mark.skipif(sys.platform == "win32", reason="needs links, pipes and sockets"),
 ]

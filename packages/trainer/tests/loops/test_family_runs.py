@@ -23,6 +23,7 @@ def format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+# Nightly: trains each family. The kit compares their log-probs with transformers every day.
 @pytest.mark.nightly
 @pytest.mark.parametrize("family", TEXT_MODELS)
 def test_logprobs_of_sampler_and_engine_agree_while_a_family_trains(

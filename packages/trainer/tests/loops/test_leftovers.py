@@ -24,6 +24,8 @@ from temper_engine_api.process_folders import FOLDER_NAME, make_folder_path
 from .conftest import SMALL
 
 pytestmark = [
+    # Nightly: starts and kills complete runs, with Ray and vLLM, and waits until their processes
+    # end.
     pytest.mark.nightly,
     pytest.mark.timeout(1800),
     pytest.mark.skipif(

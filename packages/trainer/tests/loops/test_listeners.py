@@ -54,6 +54,7 @@ def test_unlisted_socket_is_found() -> None:
 
 
 @pytest.mark.ray
+# Nightly: starts Ray. The run in one process is checked above every day.
 @pytest.mark.nightly
 def test_run_on_ray_opens_only_the_listed_sockets_and_shows_no_token(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -55,6 +55,8 @@ def assert_same(actual: list[dict[str, float]], expected: list[dict[str, float]]
             assert row[name] == pytest.approx(value, **CLOSE), name
 
 
+# Nightly: trains two warm starts and two runs. SFT is compared below every day, and the kit
+# compares losses and updates of both engines with one oracle.
 @pytest.mark.nightly
 def test_ppo_with_critic_and_reference_trains_as_on_fsdp(
     run: Run, rows: Rows, tmp_path: Path
@@ -65,6 +67,7 @@ def test_ppo_with_critic_and_reference_trains_as_on_fsdp(
         assert_same(rows(tmp_path / "megatron", phase=phase), rows(tmp_path / "fsdp", phase=phase))
 
 
+# Nightly: needs four runs. test_cross_backend.py of engine-megatron continues in the other engine.
 @pytest.mark.nightly
 def test_run_resumes_in_the_other_engine_and_back(run: Run, rows: Rows, tmp_path: Path) -> None:
     schedule = (
@@ -121,6 +124,7 @@ KL = (
 )
 
 
+# Nightly: needs two runs. The kit compares adapters of both engines with one oracle every day.
 @pytest.mark.nightly
 def test_adapter_with_its_base_as_reference_trains_as_on_fsdp(
     run: Run, rows: Rows, tmp_path: Path
@@ -131,6 +135,8 @@ def test_adapter_with_its_base_as_reference_trains_as_on_fsdp(
     assert_same(rows(tmp_path / "megatron"), rows(tmp_path / "fsdp"))
 
 
+# Nightly: needs three runs. test_cross_backend.py of engine-megatron continues an adapter in the
+# other engine.
 @pytest.mark.nightly
 def test_sft_of_an_adapter_resumes_in_the_other_engine(
     run: Run, rows: Rows, tmp_path: Path
@@ -164,6 +170,7 @@ TAUGHT = (
 )
 
 
+# Nightly: makes three runs for each objective, which the kit compares with the oracle.
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "objective",

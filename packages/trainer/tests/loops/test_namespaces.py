@@ -17,6 +17,7 @@ from temper_trainer.loops import RunResult
 from .conftest import SMALL
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install './packages/trainer[ray]'")
+# Nightly: starts two Ray nodes and needs root; it takes minutes.
 pytestmark = [pytest.mark.ray, pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 Run = Callable[..., RunResult]

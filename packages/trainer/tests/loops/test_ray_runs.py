@@ -124,6 +124,8 @@ def test_deltas_through_the_object_store_give_the_metrics_of_full_weights(
     ]
 
 
+# Nightly: trains on four ranks of Megatron and takes minutes. The kit compares updates in pipelines
+# and with split matrices every day.
 @pytest.mark.nightly
 def test_pipeline_and_tensor_parallel_megatron_trains_like_one_fsdp_rank(
     run: Run, rows: Rows, tmp_path: Path
@@ -223,6 +225,7 @@ TAUGHT = (
 
 
 @pytest.mark.bitwise
+# Nightly: tests of the worker group kill a rank during a call.
 @pytest.mark.nightly
 def test_killed_engine_teacher_is_named_and_the_previous_step_is_saved(
     run: Run, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,7 +34,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))]
+    # Nightly: three of forty seeds run every day.
+    "seed",
+    [*range(3), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(3, 40))],
 )
 def test_resumed_run_logs_the_metrics_of_the_uninterrupted_one(
     run: Run, rows: Rows, folder: Path, tmp_path: Path, seed: int

@@ -61,6 +61,8 @@ MAMBA = (
 )
 
 
+# Nightly: makes two runs for each of three models. The test above replays experts of another every
+# day.
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("model_type", "fields", "num_experts"),

@@ -150,6 +150,7 @@ def wait_for_restart(sampler: VllmSampler) -> None:
     start.result(timeout=120)
 
 
+# Nightly: makes runs with servers that restart. In test_server_process.py replicas die every day.
 @pytest.mark.nightly
 def test_servers_that_are_killed_or_stopped_leave_their_work_to_the_others(
     run: Run,
@@ -177,6 +178,8 @@ def test_servers_that_are_killed_or_stopped_leave_their_work_to_the_others(
     assert_close(rows(tmp_path / "faults"), rows(tmp_path / "hf"))
 
 
+# Nightly: makes a run with servers that join and leave. test_server_membership.py tests it without
+# one.
 @pytest.mark.nightly
 def test_servers_join_and_leave_by_their_lines_in_a_file(
     run: Run,

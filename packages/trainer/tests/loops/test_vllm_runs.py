@@ -97,6 +97,7 @@ def assert_close(
         ), name
 
 
+# Nightly: needs vLLM. test_listeners.py checks a run without servers every day.
 @pytest.mark.nightly
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
@@ -113,6 +114,7 @@ def test_run_with_a_server_opens_only_the_sockets_in_security_md(
     listeners.check_secret(get_run_token(), folder=tmp_path)
 
 
+# Nightly: needs vLLM. test_listening_server.py checks the server's sockets every day.
 @pytest.mark.nightly
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs Linux, whose /proc names the sockets of a process"
@@ -566,6 +568,7 @@ def test_two_replicas_on_ray_equal_one_server_even_if_one_is_killed(
 
 
 @pytest.mark.ray
+# Nightly: needs vLLM, and starts Ray and a server with two workers.
 @pytest.mark.nightly
 def test_server_with_two_workers_in_the_bundles_of_two_ranks_gives_the_same_losses(
     run: Run, rows: Rows, tmp_path: Path, on_vllm: tuple[str, ...]

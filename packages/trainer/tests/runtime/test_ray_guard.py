@@ -50,6 +50,7 @@ def test_guard_ends_only_processes_started_under_it() -> None:
 
 
 @pytest.mark.ray
+# Nightly: starts Ray. The guard is tested without it above.
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "num_lines", [1, 2], ids=["while it starts Ray", "when it has started Ray"]

@@ -77,6 +77,7 @@ def test_token_that_cannot_be_written_is_refused_with_advice(token_file: Path) -
 
 
 @pytest.mark.ray
+# Nightly: starts Ray. The function that makes the token is tested above.
 @pytest.mark.nightly
 def test_token_of_a_cluster_that_a_run_starts_is_private(token_file: Path) -> None:
     subprocess.run([sys.executable, "-c", START], check=True)

@@ -237,6 +237,7 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)
 
 
+# Nightly: needs root for a network namespace, and waits until the host counts as lost.
 @pytest.mark.nightly
 @pytest.mark.parametrize("behaviour", ["builds", "beats"])  # sends nothing; sends all the time
 def test_run_whose_host_has_lost_its_network_frees_the_server(
