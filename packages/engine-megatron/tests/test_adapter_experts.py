@@ -1,16 +1,20 @@
 """Test adapters of experts: any division, resharding, and refusals."""
 
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from temper_engine_api.conformance.harness.measurements import (
     ONE_MICRO_BATCH,
     SPLITS,
     collect_state,
+    collect_weights,
     load_and_train,
     measure_update,
     rank_slice,
@@ -25,6 +29,8 @@ from temper_engine_api.conformance.harness.tolerances import (
     assert_all_close,
     assert_close,
     assert_same_state,
+    get_family_gradient,
+    get_family_logprob,
 )
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe
@@ -255,6 +261,153 @@ def compute_logprobs(engine, batch):
     ]
 
 
+ALL_LINEAR = LoraSpec(rank=4, alpha=8.0)
+WITHOUT_GATES = replace(ALL_LINEAR, exclude_modules=("shared_expert_gate",))
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("deepseek_v3", replace(ALL_LINEAR, target_parameters=BOTH)),
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in [
+                ("deepseek_v3", ALL_LINEAR),
+                ("glm4_moe", ALL_LINEAR),
+                ("glm4_moe", replace(ALL_LINEAR, target_parameters=BOTH)),
+                ("mixtral", ALL_LINEAR),
+                ("qwen3_next", WITHOUT_GATES),
+                ("qwen3_5_moe_text", WITHOUT_GATES),
+            ]
+        ),
+    ],
+)
+def test_adapter_of_all_linear_layers_computes_the_same_in_peft_and_merged(
+    run_in, oracle, tmp_path, family, lora
+):
+    # A high learning rate, so that a single update changes the log-probs.
+    setup = replace(
+        oracle.make_setup(FAMILIES[family], optimizer=replace(ADAMW, lr=0.05)), lora=lora
+    )
+    batch = oracle.get_batch(model=FAMILIES[family])
+    content, weights, logprobs = run_in("ep2", train_and_export, setup=setup, batch=batch)[0]
+    adapter = save_adapter(*content, folder=tmp_path / "adapter")
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    shutil.copy(Path(setup.model_path) / "config.json", merged)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()},
+        merged / "model.safetensors",
+        {"format": "pt"},
+    )
+    for export in (
+        replace(setup, lora=LoraSpec(path=str(adapter))),
+        replace(setup, lora=LoraSpec(), model_path=str(merged)),
+    ):
+        expected = oracle.get_outputs(export, batch, HeadOutput.LOGPROB)
+        assert_close(logprobs, expected, get_family_logprob(family), quantity="log-probs")
+
+
+def train_and_export(rank, *, setup, batch):
+    """Return the contents of PEFT's two files, the merged weights, and log-probs of the engine."""
+    engine = rank.temporary_engine(setup)
+    train(engine, [batch])
+    return engine.export_adapter(), collect_weights(engine), compute_logprobs(engine, batch)
+
+
+LINEAR_WEIGHTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        ("deepseek_v3", "tp2-sp-ep2"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in [
+                ("glm4_moe", "ep2"),
+                ("nemotron_h", "ep2"),
+                ("nemotron_h", "tp2-sp"),
+                ("qwen3_5_moe_text", "tp2-sp-ep2"),
+                ("qwen3_5_moe_text", "cp2-ep2"),
+            ]
+        ),
+    ],
+)
+def test_gradient_of_dense_and_shared_expert_adapters_equals_peft(run_in, oracle, family, layout):
+    fields = (
+        {"target_modules": ["o_proj"], "target_parameters": list(LINEAR_WEIGHTS)}
+        if family in ("deepseek_v3", "glm4_moe")
+        else {"target_modules": ["o_proj", "up_proj", "down_proj"]}
+    )
+    adapter = TinyAdapter(name=f"shared-{family}", model=FAMILIES[family], fields=fields)
+    setup, batch = oracle.make_adapter_setup(adapter), oracle.get_batch(model=FAMILIES[family])
+    expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
+    assert any(".shared_expert" in name for name in expected.gradients)
+    update = run_in(
+        layout,
+        measure_update,
+        setup=setup,
+        objective=ClippedPpoProbe(),
+        batch=batch,
+        split=SPLITS[1],
+    )[0]
+    assert_all_close(
+        update.gradients, expected.gradients, get_family_gradient(family), quantity="gradient"
+    )
+    assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
+
+
+DEEPSEEK = {**FAMILIES["deepseek_v3"].settings, **FAMILIES["deepseek_v3"].architecture}
+
+
+def test_adapter_of_dense_mlps_and_shared_experts_names_their_weights(start):
+    targets = r".*\.(layers\.0\.mlp\.(gate|up|down)_proj|shared_experts\.down_proj)"
+    lora = replace(ALL_LINEAR, target_modules=targets)
+    peft_config, _ = start(model=ModelSpec(architecture=DEEPSEEK), lora=lora).export_adapter()
+    # PEFT would take these names in target_modules for matrices of experts.
+    assert peft_config["target_modules"] == []
+    assert set(peft_config["target_parameters"]) == {
+        "down_proj.weight",
+        *(f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up")),
+    }
+
+
+def test_dropout_that_peft_cannot_load_in_these_layers_is_refused(config):
+    lora = replace(ALL_LINEAR, dropout=0.1)
+    match = r"lora.dropout is 0.1, but .* adapters of down_proj, gate_proj, up_proj only without"
+    with pytest.raises(ConfigError, match=match):
+        check_model(replace(config, model=ModelSpec(architecture=DEEPSEEK), lora=lora))
+
+
+@pytest.mark.parametrize(
+    "targets", [["o_proj", "down_proj"], "all-linear", r".*layers\.0\..*down_proj"]
+)
+def test_saved_adapter_whose_names_peft_takes_for_experts_is_refused(config, tmp_path, targets):
+    LoraConfig(r=3, target_modules=targets).save_pretrained(tmp_path)
+    lora = LoraSpec(path=str(tmp_path))
+    with pytest.raises(ConfigError, match="of which PEFT applies some to the experts"):
+        check_model(replace(config, model=ModelSpec(architecture=DEEPSEEK), lora=lora))
+
+
+def test_gate_of_shared_experts_is_refused_with_the_layers_that_can_be_adapted(config):
+    tiny = FAMILIES["qwen3_5_moe_text"]
+    model = ModelSpec(architecture={**tiny.settings, **tiny.architecture})
+    with pytest.raises(ConfigError, match=r"'all-linear' includes .*shared_expert_gate, for which"):
+        check_model(replace(config, model=model, lora=ALL_LINEAR))
+    lora = replace(ALL_LINEAR, target_modules=("shared_expert_gate",))
+    with pytest.raises(ConfigError, match=r"cannot be adapted: .* engine adapts .*up_proj"):
+        check_model(replace(config, model=model, lora=lora))
+
+
+def test_pattern_is_saved_as_names_where_peft_would_adapt_other_layers(start):
+    lora = replace(ALL_LINEAR, target_modules=r".*\.1\..*o_proj")
+    engine = start(model=ModelSpec(architecture=DEEPSEEK), lora=lora)
+    peft_config, tensors = engine.export_adapter()
+    assert peft_config["target_modules"] == ["model.layers.1.self_attn.o_proj"]
+    assert len(tensors) == 2
+
+
 def test_new_adapter_has_the_initial_values_of_peft(start):
     _, tensors = start(model=ModelSpec(architecture=ARCHITECTURE), lora=LORA).export_adapter()
     fields = dict(ARCHITECTURE)
@@ -296,10 +449,6 @@ def test_joining_shards_is_the_inverse_of_taking_them(kind):
 @pytest.mark.parametrize(
     ("lora", "match"),
     [
-        (
-            LoraSpec(rank=4, alpha=8.0),
-            "'all-linear', which includes modules inside this model's experts: name modules of",
-        ),
         (
             LoraSpec(rank=4, alpha=8.0, target_modules=("q_proj", "up_proj")),
             r"'mlp.experts.down_proj'.* in lora.target_parameters",

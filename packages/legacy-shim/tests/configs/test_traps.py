@@ -299,7 +299,7 @@ def test_warmup_of_a_cosine_that_began_at_its_floor_is_reported_so(
 def test_adapter_of_divided_experts_is_a_question(
     experts: int, targets: tuple[str, ...], *, is_question: bool
 ) -> None:
-    # MegatronEngine refuses all-linear for a model with experts.
+    # For MegatronEngine, all-linear leaves out the experts.
     divided = f"actor_rollout_ref.actor.megatron.expert_model_parallel_size={experts}"
     result = translated(
         "v0.7.1", f"{LORA}.rank=8", divided, *targets, config_name="ppo_megatron_trainer"

@@ -36,6 +36,7 @@ from temper_engine_megatron.huggingface.weight_names import (
     MIXER,
     MIXER_LINEARS,
     MLP_LINEARS,
+    SHARED_EXPERT_LINEARS,
     TRAINED_BIAS,
     TRAINED_WEIGHT,
     hf_experts_module,
@@ -219,6 +220,7 @@ def plan_adapter(
     plan = AdapterPlan(
         config.lora,
         model=config.model,
+        hf_config=hf_config,
         modules=tuple(name for name in modules if name in candidates),
         other_modules=tuple(name for name in modules if name not in candidates),
         expert_tensors=expert_tensors,
@@ -283,7 +285,9 @@ def _adaptable_linears(translation: BridgeTranslation, number: int) -> tuple[str
         attention = FULL_RANK_LATENT_LINEARS if config.q_lora_rank is None else LATENT_LINEARS
     if number in config.linear_layers:
         attention = tuple(MIXER + name for name in MIXER_LINEARS[translation.model_type])
-    mlp = () if number in find_sparse_layers(config) else MLP_LINEARS
+    mlp: tuple[str, ...] = MLP_LINEARS
+    if number in find_sparse_layers(config):
+        mlp = SHARED_EXPERT_LINEARS if config.moe_shared_expert_intermediate_size else ()
     if config.has_paired_layers:
         return (*attention, *mlp)
     return mlp if number in config.tokenwise_layers else attention

@@ -7,12 +7,16 @@ The only module that imports peft. PEFT's config decides which modules match; th
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from temper_engine_api import adapter_checks
 from temper_engine_api.adapter_checks import (
@@ -24,7 +28,7 @@ from temper_engine_api.adapter_checks import (
 from temper_engine_api.errors import CapabilityError, ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
 from temper_engine_megatron.adapter.linear_adapters import LoraSettings
-from temper_engine_megatron.huggingface.weight_names import peft_expert_prefix
+from temper_engine_megatron.huggingface.weight_names import SHARED_EXPERT_GATE, peft_expert_prefix
 
 _UNSUPPORTED_FIELDS = (
     "rank_pattern",
@@ -36,7 +40,7 @@ _UNSUPPORTED_FIELDS = (
     "fan_in_fan_out",
 )
 """Fields of PEFT's config that change the computation and are not implemented here."""
-_EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+_EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names of expert matrices in files. transformers stacks a layer's expert matrices."""
 _PRIVATE_ADAPTER_FILES = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
 """Adapter files in other systems' private layouts."""
@@ -50,6 +54,7 @@ class AdapterPlan:
         spec: LoraSpec,
         *,
         model: ModelSpec,
+        hf_config: PretrainedConfig,
         modules: tuple[str, ...],
         other_modules: tuple[str, ...],
         expert_tensors: tuple[str, ...],
@@ -60,6 +65,7 @@ class AdapterPlan:
         Args:
             spec: Adapter settings.
             model: Model of the engine.
+            hf_config: Its config.
             modules: Hugging Face modules that can have an adapter, in model order.
             other_modules: Hugging Face modules with weights that cannot.
             expert_tensors: Joined expert tensors of transformers, in model order.
@@ -75,13 +81,24 @@ class AdapterPlan:
             if spec.path is None
             else _saved_config(spec.path, dropout=spec.dropout)
         )
-        _check_no_expert_modules(self.config, modules=modules, expert_tensors=expert_tensors)
-        adapter_checks.check_target_names(spec, module_names=(*modules, *other_modules))
-        self.expert_targets = _match_expert_tensors(self.config, expert_tensors)
+        all_modules = (*modules, *other_modules)
+        expert_names = _find_expert_names(hf_config)
+        if spec.path is None:
+            _check_no_expert_modules(
+                self.config, all_modules=all_modules, expert_tensors=expert_tensors
+            )
+        else:
+            _check_saved_targets(
+                self.config, path=spec.path, modules=modules, expert_names=expert_names
+            )
+        adapter_checks.check_target_names(spec, module_names=all_modules)
+        self.expert_targets = self._match_expert_tensors(expert_tensors, modules=modules)
         """Joined expert tensors that are adapted."""
         self.targets = self._match_linears(modules, other_modules)
         """Linear layers that are adapted."""
-        self.trains_head = self._trains_head((*modules, *other_modules))
+        self.trains_head = self._trains_head(all_modules)
+        if spec.path is None or self.config.target_modules == "all-linear":
+            self._set_exported_targets(all_modules, expert_names=expert_names)
         scale = math.sqrt(self.config.r) if self.config.use_rslora else self.config.r
         self.settings = LoraSettings(
             rank=self.config.r,
@@ -97,17 +114,20 @@ class AdapterPlan:
         requested = self.config.target_modules
         if requested == "all-linear":
             targets = tuple(name for name in modules if not _is_excluded(self.config, name))
-            # Save names instead of "all-linear", which other loaders may resolve differently.
-            self.config.target_modules = {name.rpartition(".")[2] for name in targets}
+            _check_no_gates(self.config, other_modules, modules=modules)
         else:
-            targets = tuple(name for name in modules if _is_matched(self.config, name))
+            targets = tuple(
+                name
+                for name in modules
+                if _is_matched(self.config, name) or self._names_weight(name)
+            )
             wrong = [name for name in other_modules if _is_matched(self.config, name)]
             if wrong:
                 raise ConfigError(
-                    f"lora.target_modules matches {wrong[0]}, which cannot be adapted: only linear "
-                    "layers below the head can, other than out_proj of Mamba layers. Name it in "
-                    "lora.exclude_modules, or a head in lora.modules_to_save, which trains it in "
-                    "full."
+                    f"lora.target_modules matches {wrong[0]}, which cannot be adapted: the "
+                    f"Megatron engine adapts {format_targets(_last_parts(modules))} of this model. "
+                    "Name it in lora.exclude_modules, or a head in lora.modules_to_save, which "
+                    "trains it in full."
                 )
         if not targets and not self.expert_targets:
             raise ConfigError(
@@ -115,6 +135,77 @@ class AdapterPlan:
                 f"model: name some of {format_targets(_last_parts(modules))}."
             )
         return targets
+
+    def _names_weight(self, module: str) -> bool:
+        """Return True if a saved adapter names a linear layer by its weight."""
+        return self.spec.path is not None and any(
+            has_suffix((f"{module}.weight",), suffix=name)
+            for name in self.config.target_parameters or ()
+        )
+
+    def _match_expert_tensors(
+        self, expert_tensors: tuple[str, ...], *, modules: tuple[str, ...]
+    ) -> tuple[str, ...]:
+        """Return the joined expert tensors that the config names by the ends of their names.
+
+        Raises:
+            ConfigError: If it names others; saved adapters may name weights of linear layers.
+        """
+        requested = self.config.target_parameters or ()
+        known = expert_tensors
+        if self.spec.path is not None:
+            known += tuple(f"{module}.weight" for module in modules)
+        unknown = sorted(name for name in requested if not has_suffix(known, suffix=name))
+        if unknown:
+            available = (
+                format_targets(_short_tensor_names(expert_tensors))
+                if expert_tensors
+                else "no experts"
+            )
+            raise ConfigError(
+                f"lora.target_parameters names {', '.join(unknown)}, but only tensors of experts "
+                f"can be named, and this model has {available}."
+            )
+        return tuple(
+            tensor
+            for tensor in expert_tensors
+            if any(has_suffix((tensor,), suffix=name) for name in requested)
+        )
+
+    def _set_exported_targets(
+        self, all_modules: tuple[str, ...], *, expert_names: frozenset[str]
+    ) -> None:
+        """Set the targets in adapter_config.json so that PEFT finds exactly the adapted layers.
+
+        Linear layers with names that PEFT takes for experts are named by their weights, in
+        target_parameters.
+
+        Raises:
+            ConfigError: If there are such layers, and dropout or DoRA, which PEFT does not have
+                for target_parameters.
+        """
+        requested = self.config.target_modules
+        is_converted = bool(expert_names.intersection(_last_parts(self.targets)))
+        # In models with such names, PEFT takes a pattern for the last parts of what it matches.
+        is_pattern = bool(expert_names) and isinstance(requested, str)
+        if requested != "all-linear" and not is_converted and not is_pattern:
+            return
+        # Save names instead of "all-linear", which other loaders may resolve differently.
+        names = _shorten(self.targets, all_modules=all_modules)
+        converted = {name for name in names if _last_part(name) in expert_names}
+        self.config.target_modules = names - converted
+        if not converted:
+            return
+        if self.spec.dora or self.spec.dropout > 0:
+            setting = "dora" if self.spec.dora else "dropout"
+            raise ConfigError(
+                f"lora.{setting} is {getattr(self.spec, setting)}, but in models of this type PEFT "
+                f"can load adapters of {', '.join(_last_parts(tuple(converted)))} only without it: "
+                f"remove lora.{setting}, or name them in lora.exclude_modules."
+            )
+        self.config.target_parameters = sorted(
+            {*(self.config.target_parameters or ()), *(f"{name}.weight" for name in converted)}
+        )
 
     def _trains_head(self, modules: tuple[str, ...]) -> bool:
         # PEFT adds all head names that it knows to modules_to_save, so a name that the model does
@@ -244,48 +335,72 @@ def _is_excluded(config: LoraConfig, name: str) -> bool:
     return bool(check_target_module_exists(probe, name))
 
 
-def _check_no_expert_modules(
-    config: LoraConfig, *, modules: tuple[str, ...], expert_tensors: tuple[str, ...]
-) -> None:
-    """Reject module names inside experts.
+def _find_expert_names(hf_config: PretrainedConfig) -> frozenset[str]:
+    """Return the module names that PEFT takes for matrices of experts in models of this type.
 
-    PEFT turns them into target_parameters, with twice the rank where two matrices are joined.
+    PEFT turns such a name into target_parameters, for adapters from before transformers joined the
+    experts of a layer. It does so for names of dense MLPs and shared experts, too.
     """
-    requested = config.target_modules
-    includes_all = requested == "all-linear" and not config.target_parameters
-    if expert_tensors and (
-        includes_all
-        or (isinstance(requested, set | list | tuple) and _EXPERT_MATRICES.intersection(requested))
-    ):
+    config = LoraConfig(target_modules=sorted(_EXPERT_MATRICES))
+    # Of a model, this reads only the config.
+    model: Any = SimpleNamespace(config=hf_config)
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    return _EXPERT_MATRICES.difference(config.target_modules or ())
+
+
+def _check_saved_targets(
+    config: LoraConfig, *, path: str, modules: tuple[str, ...], expert_names: frozenset[str]
+) -> None:
+    """Reject a saved adapter of which PEFT applies some target_modules to experts."""
+    requested = config.target_modules or ()
+    named = (
+        (name for name in modules if _is_matched(config, name))
+        if isinstance(requested, str)
+        else requested
+    )
+    includes_experts = requested == "all-linear" and bool(expert_names)
+    if includes_experts or expert_names.intersection(map(_last_part, named)):
         raise ConfigError(
-            f"lora.target_modules is {format_targets(requested)}, which includes modules inside "
-            "this model's experts: name modules of "
-            f"{format_targets(_last_parts(modules))} there, and expert tensors of "
+            f"the adapter in {path} has target_modules {format_targets(requested)}, of which PEFT "
+            "applies some to the experts of this model: load the adapter in PEFT 0.21 or later and "
+            "save it again, which names experts in target_parameters."
+        )
+
+
+def _check_no_expert_modules(
+    config: LoraConfig, *, all_modules: tuple[str, ...], expert_tensors: tuple[str, ...]
+) -> None:
+    """Reject names that only matrices inside experts have."""
+    requested = config.target_modules
+    if isinstance(requested, str) or not expert_tensors:
+        return
+    known = set(_last_parts(all_modules))
+    inside = {*_EXPERT_MATRICES, *map(_last_part, expert_tensors)} - known
+    if named := sorted(inside.intersection(map(_last_part, requested or ()))):
+        raise ConfigError(
+            f"lora.target_modules is {format_targets(requested)}, but {', '.join(named)} are only "
+            "inside this model's experts: name them as "
             f"{format_targets(_short_tensor_names(expert_tensors))} in lora.target_parameters."
         )
 
 
-def _match_expert_tensors(config: LoraConfig, expert_tensors: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the joined expert tensors that the config names by the ends of their names.
+def _check_no_gates(
+    config: LoraConfig, other_modules: tuple[str, ...], *, modules: tuple[str, ...]
+) -> None:
+    """Reject all-linear with gates of shared experts, which are no linear layers in Megatron."""
+    for name in other_modules:
+        if _last_part(name) == SHARED_EXPERT_GATE and not _is_excluded(config, name):
+            raise ConfigError(
+                f"lora.target_modules 'all-linear' includes {name}, for which the Megatron engine "
+                f"has no adapter: name {SHARED_EXPERT_GATE} in lora.exclude_modules, or use some "
+                f"of {format_targets(_last_parts(modules))} in lora.target_modules."
+            )
 
-    Raises:
-        ConfigError: If it names others.
-    """
-    requested = config.target_parameters or ()
-    unknown = sorted(name for name in requested if not has_suffix(expert_tensors, suffix=name))
-    if unknown:
-        available = (
-            format_targets(_short_tensor_names(expert_tensors)) if expert_tensors else "no experts"
-        )
-        raise ConfigError(
-            f"lora.target_parameters names {', '.join(unknown)}, but only tensors of experts can "
-            f"be named, and this model has {available}."
-        )
-    return tuple(
-        tensor
-        for tensor in expert_tensors
-        if any(has_suffix((tensor,), suffix=name) for name in requested)
-    )
+
+def _shorten(targets: tuple[str, ...], *, all_modules: tuple[str, ...]) -> set[str]:
+    """Return last parts of names, or full names where a module that is no target has the same."""
+    unadapted = {_last_part(name) for name in all_modules if name not in targets}
+    return {name if _last_part(name) in unadapted else _last_part(name) for name in targets}
 
 
 def _short_tensor_names(expert_tensors: tuple[str, ...]) -> list[str]:
@@ -294,4 +409,8 @@ def _short_tensor_names(expert_tensors: tuple[str, ...]) -> list[str]:
 
 
 def _last_parts(modules: tuple[str, ...]) -> list[str]:
-    return sorted({name.rpartition(".")[2] for name in modules})
+    return sorted({_last_part(name) for name in modules})
+
+
+def _last_part(name: str) -> str:
+    return name.rpartition(".")[2]

@@ -108,6 +108,12 @@ PEFT refuses `out_proj` of Mamba layers: the fused kernel of mamba-ssm multiplie
 and does not call the module, so an adapter would have no effect in training."""
 MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
 """Linear layers of an MLP without experts that can have adapters."""
+SHARED_EXPERT_LINEARS = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
+"""Linear layers of the experts that process every token; they can have adapters."""
+SHARED_EXPERT_GATE = "shared_expert_gate"
+"""Last part of the module that weights the output of shared experts, a linear layer with one row.
+
+Megatron has a parameter in its place."""
 EXPERTS_PATH = "mlp.experts"
 """Module of a decoder layer with its experts."""
 EXPERT_LINEARS = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
