@@ -269,6 +269,7 @@ WITHOUT_GATES = replace(ALL_LINEAR, exclude_modules=("shared_expert_gate",))
     ("family", "lora"),
     [
         ("deepseek_v3", replace(ALL_LINEAR, target_parameters=BOTH)),
+        ("nemotron_h", ALL_LINEAR),
         *(
             pytest.param(*pair, marks=pytest.mark.nightly)
             for pair in [

@@ -61,9 +61,11 @@ class LoraAdapter:
         self, name: str, weight: Tensor, cached_pairs: dict[str, tuple[Tensor, Tensor]]
     ) -> Tensor:
         """Merge in float32; return the same tensor if no adapter changes it. Collective."""
-        module, _, kind = name.rpartition(".")
         if self._switch.is_off:
             return weight
+        # Targets are modules in memory, and files of some models have other names.
+        owner = self._file_names.find_owner(name)
+        module, _, kind = (name if owner is None else owner[0]).rpartition(".")
         if self._plan.trains_head and module == self._plan.head:
             return self.state.gather_master(PEFT_PREFIX + name)
         expert_slice = find_expert_slice(name, self._file_names)
