@@ -270,6 +270,8 @@ WITHOUT_GATES = replace(ALL_LINEAR, exclude_modules=("shared_expert_gate",))
     [
         ("deepseek_v3", replace(ALL_LINEAR, target_parameters=BOTH)),
         ("nemotron_h", ALL_LINEAR),
+        # Nightly: each builds an engine and two models. The two of every day have both forms of
+        # names, in target_modules and in target_parameters.
         *(
             pytest.param(*pair, marks=pytest.mark.nightly)
             for pair in [
@@ -323,6 +325,7 @@ LINEAR_WEIGHTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
     ("family", "layout"),
     [
         ("deepseek_v3", "tp2-sp-ep2"),
+        # Nightly: the first layout has more groups of ranks than these.
         *(
             pytest.param(*pair, marks=pytest.mark.nightly)
             for pair in [
