@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -126,15 +125,11 @@ def build_file_graph(root: Path, files: Sequence[str], *, deleted: Sequence[str]
     Raises:
         SyntaxError: If a file cannot be parsed.
     """
-    # grimp imports no package, but it looks for them where Python would.
-    sources = sorted(
-        {str(root / path.split("/src/")[0] / "src") for path in files if _is_src(path)}
-    )
-    sys.path[:0] = [source for source in sources if source not in sys.path]
+    sources = sorted({root / path.split("/src/")[0] / "src" for path in files if _is_src(path)})
     modules = {_module_name(path): path for path in (*files, *deleted)}
     importers: dict[str, set[str]] = {path: set() for path in modules.values()}
     packages = sorted({name for name, path in modules.items() if _is_src(path) and "." not in name})
-    for importer, imported in build_import_graph(packages).items():
+    for importer, imported in build_import_graph(packages, sources=sources).items():
         for name in imported:
             if importer in modules and name in modules:
                 importers[modules[name]].add(modules[importer])

@@ -119,12 +119,28 @@ def check_imports(module: str, source: str) -> list[str]:
     return faults
 
 
-def build_import_graph(packages: Sequence[str]) -> dict[str, set[str]]:
+def build_import_graph(
+    packages: Sequence[str], *, sources: Sequence[Path] = ()
+) -> dict[str, set[str]]:
     """Return which files of these packages each file imports.
 
     Imports in functions, for type checkers and by import_module() with a literal name count: they
     hide a cycle and do not remove it.
+
+    Args:
+        packages: Names of packages.
+        sources: Folders in which to look for them before `sys.path`.
     """
+    before = list(sys.path)
+    # grimp imports no package, but it looks for them where Python would.
+    sys.path[:0] = map(str, sources)
+    try:
+        return _build_import_graph(packages)
+    finally:
+        sys.path[:] = before
+
+
+def _build_import_graph(packages: Sequence[str]) -> dict[str, set[str]]:
     built = grimp.build_graph(*packages, exclude_type_checking_imports=False, cache_dir=None)
     graph = {module: built.find_modules_directly_imported_by(module) for module in built.modules}
     # grimp reads import statements only.
@@ -244,9 +260,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in check_imports(_module_name(path, top), path.read_text())
     ]
     sources = sorted({top for _, top in files})
-    sys.path[:0] = [str(top) for top in sources]
     packages = sorted({init.parent.name for top in sources for init in top.glob("*/__init__.py")})
-    faults += check_cycles(build_import_graph(packages), EXEMPT_FROM_CYCLES)
+    faults += check_cycles(build_import_graph(packages, sources=sources), EXEMPT_FROM_CYCLES)
     print("\n".join(faults) or f"layers: {len(files)} modules keep the import rules")
     return 1 if faults else 0
 

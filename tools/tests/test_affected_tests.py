@@ -64,7 +64,7 @@ def git(root: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def repository(tmp_path: Path) -> Path:
     """A repository with two packages and a tool, on the branch main."""
     root = tmp_path / "made"
     for path, text in FILES.items():
@@ -73,8 +73,6 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(root, "init", "--quiet", "--initial-branch=main")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "-m", "first")
-    # The graph adds the repository's sources to the path.
-    monkeypatch.setattr(sys, "path", list(sys.path))
     return root
 
 

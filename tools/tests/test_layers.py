@@ -1,6 +1,7 @@
 """Test the import rules that import-linter cannot express."""
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,9 @@ def test_command_reports_the_line_of_a_forbidden_import(
     package = tmp_path / "packages" / "trainer" / "src" / "temper_trainer"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text('"""The trainer."""\n')
+    before = list(sys.path)
     assert main([str(tmp_path)]) == 0
+    assert sys.path == before
     (package / "__init__.py").write_text('"""The trainer."""\n\nimport peft\n')
     assert main([str(tmp_path)]) == 1
     assert "temper_trainer:3 imports peft" in capsys.readouterr().out
