@@ -133,6 +133,18 @@ def run_in(rank_pool, request):
     return run
 
 
+def run_update(run_in, layout, *, setup, batch):
+    """Run the first update of an adapter on every rank of a layout."""
+    return run_in(
+        layout,
+        measure_update,
+        setup=setup,
+        objective=ClippedPpoProbe(),
+        batch=batch,
+        split=SPLITS[1],
+    )
+
+
 @pytest.fixture
 def moe_oracle(oracle):
     return oracle.with_experts()
@@ -152,14 +164,7 @@ def test_gradients_equal_peft_in_every_division_of_experts(run_in, moe_oracle, l
         moe_oracle.get_batch(model=QWEN2_TIED),
     )
     expected = moe_oracle.get_update(setup, ClippedPpoProbe(), batch)
-    updates = run_in(
-        layout,
-        measure_update,
-        setup=setup,
-        objective=ClippedPpoProbe(),
-        batch=batch,
-        split=SPLITS[1],
-    )
+    updates = run_update(run_in, layout, setup=setup, batch=batch)
     assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
     for update in updates:
         assert_close(update.grad_norm, expected.grad_norm, LOSS, quantity="gradient norm")
@@ -348,14 +353,7 @@ def test_gradient_of_dense_and_shared_expert_adapters_equals_peft(run_in, oracle
     setup, batch = oracle.make_adapter_setup(adapter), oracle.get_batch(model=FAMILIES[family])
     expected = oracle.get_update(setup, ClippedPpoProbe(), batch)
     assert any(".shared_expert" in name for name in expected.gradients)
-    update = run_in(
-        layout,
-        measure_update,
-        setup=setup,
-        objective=ClippedPpoProbe(),
-        batch=batch,
-        split=SPLITS[1],
-    )[0]
+    update = run_update(run_in, layout, setup=setup, batch=batch)[0]
     assert_all_close(
         update.gradients, expected.gradients, get_family_gradient(family), quantity="gradient"
     )

@@ -127,7 +127,7 @@ class FSDP2Parameter(ShardedParameter):
             (shard.dtype, shard.device) != (dtype, device) for shard in shards
         ):
             return super().gather_together(shards)
-        # A parameter each of whose rows contains that of every shard.
+        # Gather one parameter, row i of which holds row i of each given one.
         joint = copy(self)
         joint.shape = torch.Size((self.shape[0], len(shards), *self.shape[1:]))
         gathered = joint.gather(torch.stack(tuple(shards), dim=1))

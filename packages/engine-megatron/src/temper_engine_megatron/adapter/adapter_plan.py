@@ -342,7 +342,7 @@ def _find_expert_names(hf_config: PretrainedConfig) -> frozenset[str]:
     experts of a layer. It does so for names of dense MLPs and shared experts, too.
     """
     config = LoraConfig(target_modules=sorted(_EXPERT_MATRICES))
-    # Of a model, this reads only the config.
+    # The function reads only the model's config.
     model: Any = SimpleNamespace(config=hf_config)
     convert_peft_config_for_transformers(config, model=model, conversions=None)
     return _EXPERT_MATRICES.difference(config.target_modules or ())

@@ -81,8 +81,9 @@ class PackedGPTModel(GPTModel):
             # Repeat the angles, because the two halves of a head's dimensions rotate together, as
             # in transformers.
             rotary_pos_emb=torch.cat([angles, angles], dim=-1).unsqueeze(-2),
-            # No `padding_mask`: routers know the padding from these parameters, and megatron-core
-            # 0.16 multiplies a mask [T] with choices [T, E] in routers with biases.
+            # Routers read the padding from these parameters. No `padding_mask` is passed, because
+            # routers with biases fail with it in megatron-core 0.16, which combines a mask [T] with
+            # choices [T, E].
             packed_seq_params=packed_seq_params,
         )
         return hidden

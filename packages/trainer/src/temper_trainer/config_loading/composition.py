@@ -193,7 +193,7 @@ def _check_has_value(text: str, *, repository: CachingConfigRepository) -> None:
 
 @functools.cache
 def _make_parser() -> OverridesParser:
-    """Return Hydra's parser, which is stateless and takes as long to build as an override."""
+    """Return Hydra's parser. It keeps no state, and to build it takes as long as an override."""
     return OverridesParser.create()
 
 

@@ -216,9 +216,9 @@ def call_as_driver(function: RewardFunctionConfig, item: Item, *, timeout_s: flo
         outcome = make_timeout_outcome(item, timeout_s=timeout_s)
         return replace(
             outcome,
-            message=f"{outcome.message}, and kept the GIL, so that no time limit could end it in a "
-            "run and the run would hang: correct the function, or set reward.num_workers=1, which "
-            "calls it in a process that is killed after reward.timeout_s",
+            message=f"{outcome.message}. It never released Python's global lock (GIL), so a run "
+            "would hang: correct the function, or set reward.num_workers=1, which calls it in a "
+            "process that is killed after reward.timeout_s",
         )
     except (EOFError, ConnectionError):
         message = (

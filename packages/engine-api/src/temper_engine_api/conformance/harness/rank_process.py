@@ -201,8 +201,8 @@ class _RankServer:
             self._freeze()
 
     def _has_new_modules(self) -> bool:
-        # One collection takes as long as a small test, so wait until many modules are new. That
-        # counts after a freeze, too: if it includes engines, leave() looks through all modules.
+        # One collection takes as long as a small test, so wait until many modules are new. A freeze
+        # also costs later: if it includes engines, leave() has to look through all modules again.
         return len(sys.modules) > self._num_modules + 100
 
     def _freeze(self) -> None:

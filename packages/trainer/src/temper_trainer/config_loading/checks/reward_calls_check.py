@@ -92,7 +92,7 @@ def _call(config: RewardConfig, name: str, row: Row) -> Outcome:
 
 
 def _make_call(config: RewardConfig, function: RewardFunctionConfig, item: Item) -> Outcome:
-    """Make a call with the limits of the run, but so that it can be ended."""
+    """Make a call with the run's time limit, a user's function in a process that can be killed."""
     if not config.num_workers and is_import_path(function.function):
         return call_as_driver(function, item, timeout_s=config.timeout_s)
     call = RewardCall(function=resolve_reward(function), arguments=dict(function.arguments))
