@@ -18,7 +18,7 @@ from temper_trainer.loops.run.interrupts import (
     WorkAbandoned,
     allow_stop_after_half_grace,
 )
-from temper_trainer.loops.run.stop_watcher import describe_saved_step
+from temper_trainer.stop_watcher import describe_saved_step
 
 GRACE_S = 60.0
 

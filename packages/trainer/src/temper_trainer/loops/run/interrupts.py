@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from temper_engine_api.errors import TemperError
-from temper_trainer.loops.run.stop_watcher import (
+from temper_trainer.stop_watcher import (
     SIGNALS,
     StopWatcher,
     describe_saved_step,
