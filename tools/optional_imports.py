@@ -16,10 +16,7 @@ from packaging.requirements import Requirement
 
 NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "engine-api": ("temper_engine_api.conformance",),
-    "engine-fsdp": (
-        "temper_engine_fsdp.training.lora_adapter",
-        "temper_engine_fsdp.training.lora_targets",
-    ),
+    "engine-fsdp": ("temper_engine_fsdp.training.lora_adapter",),
     "legacy-shim": tuple(
         f"temper_legacy_shim.{module}"
         for module in (

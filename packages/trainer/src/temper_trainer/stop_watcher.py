@@ -1,13 +1,15 @@
 """End a process after a stop signal, even while a call holds the GIL and blocks all its threads.
 
 A second process waits for the signal, and then until the grace period ends. It writes one line and
-lets a thread of the C library end the first process with the documented exit code. Standard
-library only: the second process runs this file as a program.
+lets a thread of the C library end the first process with the documented exit code. It also ends the
+first process when a call of a reward blocks all its threads. Standard library only: the second
+process runs this file as a program.
 """
 
 import ctypes
 import functools
 import logging
+import mmap
 import os
 import re
 import select
@@ -17,12 +19,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 logger = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_BLOCKED_CODE = 1
+_EXIT_CODES = (*(128 + number for number in SIGNALS), _BLOCKED_CODE)
+"""Exit codes after a signal, and after a call that blocks all threads."""
 
 _POLL_S = 0.2
 """Interval at which the second process checks that the first one is alive."""
@@ -37,6 +43,9 @@ _UNKNOWN_STEP = (
     "Steps after the last checkpoint are lost; run.resume=auto continues from it, or starts at "
     "step 1 if there is none."
 )
+
+_TABLE_BYTES = 1 << 16
+"""Size of the table of calls; those that do not fit in it are not watched."""
 
 _SIGEV_THREAD = 2
 """Constant of POSIX: notify by calling a function in a new thread."""
@@ -69,8 +78,74 @@ class _AsyncRead(ctypes.Structure):
     )
 
 
+class CallTable:
+    """Open calls that may block all threads of this process, in memory that a child can read.
+
+    The first line counts beats, one a second while Python's threads can run. Each of the others is
+    a call: its thread, its limit in seconds, and the message.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = -1  # memory of this process only
+        if sys.platform == "linux":
+            self.descriptor = os.memfd_create("temper-calls")
+            os.ftruncate(self.descriptor, _TABLE_BYTES)
+        self._memory = mmap.mmap(self.descriptor, _TABLE_BYTES)
+        self._lock = threading.Lock()
+        self._calls: dict[int, bytes] = {}
+        self._num_beats = 0
+
+    @contextmanager
+    def add(self, message: str, *, limit_s: float) -> Iterator[None]:
+        thread = threading.get_native_id()
+        line = f"{thread} {limit_s:g} {message}".replace("\n", " ")
+        with self._lock:
+            self._calls[thread] = f"{line}\n".encode(errors="replace")
+            self._write()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._calls[thread]
+                self._write()
+
+    def beat(self) -> None:
+        with self._lock:
+            self._num_beats += 1
+            self._write()
+
+    def _write(self) -> None:
+        content = b"beat %d\n" % self._num_beats + b"".join(self._calls.values())
+        # Cut between two calls.
+        content = content[: _TABLE_BYTES - 1].rpartition(b"\n")[0] + b"\0"
+        self._memory[: len(content)] = content
+
+
+@functools.cache
+def open_call_table(process: int) -> CallTable:
+    """Return this process's table; a forked process needs its own."""
+    del process
+    return CallTable()
+
+
+def watch_call(message: str, *, limit_s: float) -> AbstractContextManager[None]:
+    """Let a StopWatcher end this process if the body computes too long without releasing the GIL.
+
+    No thread can end such a call, for example a regular expression that backtracks. Works only on
+    Linux.
+
+    Args:
+        message: One line, written before this process is ended; `{saved}` is a sentence about the
+            last checkpoint.
+        limit_s: Maximum computing time of this thread while no other thread of Python can run.
+    """
+    return open_call_table(os.getpid()).add(message, limit_s=limit_s)
+
+
 class StopWatcher:
     """Separate process that ends this process if it is still running some time after a signal.
+
+    It also ends it if a call in `watch_call` blocks all threads.
 
     Args:
         wakeup: Receives signal numbers from `signal.set_wakeup_fd`, which needs no GIL.
@@ -84,16 +159,17 @@ class StopWatcher:
     def __init__(
         self, wakeup: socket.socket, *, grace_s: float, message: str, run_dir: str = ""
     ) -> None:
-        triggers = [_open_trigger(os.getpid(), 128 + number).descriptor for number in SIGNALS]
+        triggers = [_open_trigger(os.getpid(), code).descriptor for code in _EXIT_CODES]
+        table = open_call_table(os.getpid()).descriptor
         self._process = subprocess.Popen(
             [
                 *(sys.executable, "-I", "-S", __file__),
                 *(str(os.getpid()), str(wakeup.fileno()), str(grace_s), message, run_dir),
-                *map(str, triggers),
+                *map(str, (table, *triggers)),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=[wakeup.fileno(), *triggers],
+            pass_fds=[wakeup.fileno(), *triggers, *([table] if table >= 0 else [])],
             # A new session, so that Ctrl-C in the terminal does not end the watcher.
             start_new_session=True,
         )
@@ -144,24 +220,65 @@ def _open_trigger(process: int, code: int) -> _ExitTrigger:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Wait until the parent process gets a stop signal; end it after `grace_s` if it still runs."""
+    """Wait for a stop signal or a blocking call; end the parent process if that is due."""
     for number in (*SIGNALS, signal.SIGHUP):
         # Launchers send the stop signal to all processes in a job; this one must outlive it.
         signal.signal(number, signal.SIG_IGN)
-    process, descriptor, grace_s, message, run_dir, *triggers = arguments
+    process, descriptor, grace_s, message, run_dir, table, *triggers = arguments
     parent = _Parent(int(process))
+    calls = _CallWatch(parent.process, descriptor=int(table))
     with socket.socket(fileno=int(descriptor)) as wakeup:
-        signal_number = parent.wait_for_signal(wakeup)
-    if signal_number is None or parent.ends_within(float(grace_s) + _AFTER_DEADLINE_S):
+        reason = parent.wait_for_reason(wakeup, calls=calls)
+    if isinstance(reason, str):
+        code, text = _BLOCKED_CODE, reason
+    elif reason is None or parent.ends_within(float(grace_s) + _AFTER_DEADLINE_S):
         return
-    text = message.replace("{signal}", signal.Signals(signal_number).name)
+    else:
+        code, text = 128 + reason, message.replace("{signal}", signal.Signals(reason).name)
     text = text.replace("{saved}", describe_saved_step(run_dir))
     # A pipe that no one reads must not block this process.
     if select.select([], [2], [], 0)[1]:
         os.write(2, f"{text}\n".encode())
-    os.write(int(triggers[SIGNALS.index(signal.Signals(signal_number))]), b"x")
+    os.write(int(triggers[_EXIT_CODES.index(code)]), b"x")
     if not parent.ends_within(_KILL_AFTER_S):
         os.kill(parent.process, signal.SIGKILL)
+
+
+class _CallWatch:
+    """Finds a call in the parent's CallTable that blocks all threads."""
+
+    def __init__(self, process: int, *, descriptor: int) -> None:
+        self._process = process
+        self._table = mmap.mmap(descriptor, _TABLE_BYTES, prot=mmap.PROT_READ)
+        self._content = b""
+        self._busy_s: dict[str, float] = {}
+        """Computing time of the threads when a thread of Python last ran."""
+
+    def find_blocking(self) -> str | None:
+        """Return the message of a call that has computed longer than its limit.
+
+        Only computing counts: a thread that waits while another one holds the GIL, for example in
+        a save, or that is suspended, does not compute.
+        """
+        content = self._table[:]
+        if content != self._content:  # a thread runs
+            self._content, self._busy_s = content, {}
+            return None
+        for line in content.partition(b"\0")[0].decode().split("\n")[1:]:
+            thread, limit_s, message = line.split(" ", 2)
+            busy_s = self._measure_busy_s(thread)
+            if busy_s - self._busy_s.setdefault(thread, busy_s) >= float(limit_s):
+                return message
+        return None
+
+    def _measure_busy_s(self, thread: str) -> float:
+        try:
+            with open(f"/proc/{self._process}/task/{thread}/stat") as file:
+                # The name of the program, in parentheses, may contain spaces.
+                fields = file.read().rpartition(")")[2].split()
+        except OSError:  # the process ends
+            return 0.0
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +297,14 @@ class _Parent:
             time.sleep(min(_POLL_S, left_s))
         return not self.is_alive()
 
-    def wait_for_signal(self, wakeup: socket.socket) -> int | None:
-        """Return the first of SIGNALS that it receives; None if it ends before."""
+    def wait_for_reason(self, wakeup: socket.socket, *, calls: _CallWatch) -> int | str | None:
+        """Return the first of SIGNALS that it receives, or the message of a call that blocks it.
+
+        Returns None if it ends before.
+        """
         while self.is_alive():
+            if (message := calls.find_blocking()) is not None:
+                return message
             if not select.select([wakeup], [], [], _POLL_S)[0]:
                 continue
             try:

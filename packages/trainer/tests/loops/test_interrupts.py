@@ -238,6 +238,52 @@ def test_process_that_does_not_stop_is_ended_after_the_grace_period(
     assert "The last checkpoint is that of step 3: run.resume=auto continues" in message
 
 
+CALL_IN_THREAD = """
+import ctypes, threading, time
+from temper_trainer.loops.run.interrupts import StopRequest
+from temper_trainer.stop_watcher import watch_call
+
+def call():
+    with watch_call("blocked. {{saved}}", limit_s=2.0):
+        {work}
+
+with StopRequest(grace_s=1.0) as stop, stop.defer():
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    {main_work}
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc measures threads")
+@pytest.mark.parametrize(
+    ("work", "main_work", "is_ended"),
+    [
+        pytest.param("sum(iter(int, 1))", "thread.join(30)", True, id="call holds the GIL"),
+        pytest.param("while True: pass", "thread.join(5)", False, id="call computes"),
+        # PyDLL holds the GIL, as a save may do while a call waits.
+        pytest.param(
+            "while True: pass",
+            "ctypes.PyDLL(None).sleep(5)",
+            False,
+            id="another thread holds the GIL",
+        ),
+    ],
+)
+def test_process_is_ended_by_a_call_that_never_releases_the_gil(
+    work: str, main_work: str, is_ended: bool
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CALL_IN_THREAD.format(work=work, main_work=main_work)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == (1 if is_ended else 0), done.stderr
+    assert done.stderr.startswith("blocked. Steps after the last checkpoint" if is_ended else "")
+    assert bool(done.stderr) == is_ended
+
+
 @pytest.mark.parametrize(
     ("saved", "sentence"),
     [

@@ -125,6 +125,31 @@ def test_sigterm_in_a_long_step_saves_the_previous_one_within_the_grace_period(
     assert (run / "report.html").exists()
 
 
+def test_reward_that_never_releases_the_gil_ends_the_run_within_three_timeouts(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    run, blocked = tmp_path / "run", "temper_trainer_test_rewards:blocks_interpreter_after_one_step"
+    process = start(
+        environment, run, f"reward.function={blocked}", "reward.timeout_s=3", "run.save_every=1"
+    )
+    marker = Path(environment["TEMPER_TEST_MARKER"])
+    while not marker.exists() or marker.stat().st_size <= 16:
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    try:
+        process.wait(timeout=3 * 3 + 5)  # the rest is for a busy machine
+    finally:
+        process.kill()
+    stopped = finish(process)
+    assert stopped.returncode == 1
+    message = stopped.stderr.splitlines()[-1]
+    assert message.startswith(f"ERROR: the reward {blocked} has computed for 6 s without releasing")
+    assert "(prompt " in message
+    assert "The last checkpoint is that of step 1: run.resume=auto continues from it." in message
+    assert "reward.num_workers=1" in message
+    assert (run / "metrics.jsonl").read_text().count("\n") == 1
+
+
 # Nightly: test_interrupts.py ends a process that holds the GIL.
 @pytest.mark.nightly
 def test_sigterm_in_a_step_that_holds_the_gil_keeps_the_last_checkpoint(

@@ -113,7 +113,7 @@ class RewardConfig:
     num_workers: NonNegativeInt = 0
     """Worker processes for scoring; a worker is killed if a call exceeds timeout_s. 0 uses threads
     of the driver, where a call that never releases the GIL, such as a runaway regular expression,
-    blocks the run.
+    ends the run.
     """
     num_threads: PositiveInt | None = None
     """Number of threads that call a function at the same time if num_workers is 0. None uses up to

@@ -22,6 +22,9 @@ from temper_trainer.types import Prompt, Score
 
 logger = logging.getLogger(__name__)
 
+BLOCKED_AFTER_S = 3.0
+"""Time after reward.timeout_s when a call that still runs must be one that holds the GIL."""
+
 Item = tuple[Prompt, str]
 """A prompt and a completion's text."""
 

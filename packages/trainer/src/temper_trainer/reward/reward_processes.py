@@ -31,6 +31,7 @@ from temper_trainer.redaction import (
 )
 from temper_trainer.reward.registry import resolve_reward
 from temper_trainer.reward.reward_calls import (
+    BLOCKED_AFTER_S,
     CallRound,
     FailureKind,
     Item,
@@ -52,10 +53,6 @@ time.
 _EXTERNAL_KILL_CODES = (-signal.SIGKILL, -signal.SIGTERM)
 """Exit codes after the kernel (out of memory) or a user has killed a process."""
 _PR_SET_PDEATHSIG = 1
-
-
-_BLOCKED_AFTER_S = 3.0
-"""Time after reward.timeout_s in which a process answers unless a call holds the GIL."""
 
 
 class WorkerStartError(TemperError, RuntimeError):
@@ -211,7 +208,7 @@ def call_as_driver(function: RewardFunctionConfig, item: Item, *, timeout_s: flo
     worker = _Worker(partial(_load_thread_call, function, timeout_s))
     try:
         worker.wait_until_ready()
-        return worker.call(item, timeout_s=timeout_s + _BLOCKED_AFTER_S)
+        return worker.call(item, timeout_s=timeout_s + BLOCKED_AFTER_S)
     except TimeoutError:
         outcome = make_timeout_outcome(item, timeout_s=timeout_s)
         return replace(

@@ -2,7 +2,7 @@
 
 A thread cannot be killed: one that takes too long is abandoned, ends when its call returns, and
 scores nothing more. A call that never releases the GIL, such as a runaway regular expression,
-blocks the process and counts as timed out when it returns. Such functions need worker processes
+blocks all threads; `stop_watcher` then ends the process. Such functions need worker processes
 (`reward_processes.ProcessScoring`).
 """
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from temper_trainer.concurrency import DaemonThreads, PriorityLimit
 from temper_trainer.reward.reward_calls import (
+    BLOCKED_AFTER_S,
     CallRound,
     Item,
     Outcome,
@@ -20,6 +21,7 @@ from temper_trainer.reward.reward_calls import (
     call_with_retries,
     make_timeout_outcome,
 )
+from temper_trainer.stop_watcher import watch_call
 
 _MAX_THREADS = 1024
 """Maximum number of calls at a time when too many hang."""
@@ -75,12 +77,14 @@ class ThreadScoring:
         self,
         call: RewardCall,
         *,
+        name: str,
         timeout_s: float,
         num_threads: int | None = None,
         max_retries: int = 0,
     ) -> None:
-        """Start no thread yet; for `num_threads` see RewardConfig."""
+        """Start no thread yet; `name` is for messages, and for `num_threads` see RewardConfig."""
         self._call = call
+        self._name = name
         self._timeout_s = timeout_s
         self._num_threads = num_threads
         self._max_retries = max_retries
@@ -121,8 +125,17 @@ class ThreadScoring:
 
     def _measure_call(self, item: Item) -> tuple[Outcome, float, int]:
         """Return the outcome, and `busy_s` and `thread` of `CallPace.add`."""
+        prompt, _ = item
+        limit_s = self._timeout_s + BLOCKED_AFTER_S
+        message = (
+            f"ERROR: the reward {self._name} has computed for {limit_s:g} s without releasing "
+            f"Python's global lock (GIL), so reward.timeout_s cannot end the call, and the run is "
+            f"ended (prompt {prompt.prompt_id}, {prompt.location}). {{saved}} Before that, correct "
+            "the function, or set reward.num_workers=1, which only ends the call."
+        )
         busy_before_s = _measure_busy_s()
-        outcome = self._call(item)
+        with watch_call(message, limit_s=limit_s):
+            outcome = self._call(item)
         return outcome, _measure_busy_s() - busy_before_s, threading.get_ident()
 
 

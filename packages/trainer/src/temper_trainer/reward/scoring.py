@@ -103,6 +103,7 @@ class Scorer:
             )
         return ThreadScoring(
             call,
+            name=function.function,
             timeout_s=config.timeout_s,
             num_threads=config.num_threads,
             max_retries=config.max_retries,

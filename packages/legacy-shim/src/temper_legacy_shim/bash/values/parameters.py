@@ -122,7 +122,9 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
         field = (variable.elements or {}).get(index.strip("\"'"))
         return None if field is None else field.text
     try:
-        number = calculate_number(shell, index)
+        number = calculate(
+            index, read=lambda name: _known_number(shell, name), write=lambda _name, _value: None
+        )
     except (UnknownNumber, BadExpression):
         return unknown(index)
     result = _elements_of(variable)
@@ -147,7 +149,11 @@ def assign_element(
     key: int | str = index.strip("\"'")
     if not variable.is_associative:
         try:
-            key = calculate_number(shell, index)
+            key = calculate(
+                index,
+                read=lambda each: _known_number(shell, each),
+                write=lambda _name, _value: None,
+            )
         except (UnknownNumber, BadExpression):
             shell.reading.note(f"the subscript {index!r} of {name} is not known", -1)
             return
@@ -158,21 +164,11 @@ def assign_element(
     variable.elements[key] = Field(new, new.raw())
 
 
-def calculate_number(shell: Shell, expression: str) -> int:
-    """Evaluate an arithmetic expression; its assignments have no effect.
-
-    Raises:
-        UnknownNumber: a variable has no known value.
-        BadExpression: bash would refuse the expression.
-    """
-
-    def read(name: str) -> str | None:
-        text = shell.scalar(name)
-        if text is not None and not text.is_known:
-            raise UnknownNumber
-        return None if text is None else text.shown()
-
-    return calculate(expression, read=read, write=lambda _name, _value: None)
+def _known_number(shell: Shell, name: str) -> str | None:
+    text = shell.scalar(name)
+    if text is not None and not text.is_known:
+        raise UnknownNumber
+    return None if text is None else text.shown()
 
 
 def _lookup(shell: Shell, part: Parameter) -> Text | None:

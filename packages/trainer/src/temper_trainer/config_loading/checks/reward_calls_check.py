@@ -100,7 +100,7 @@ def _make_call(config: RewardConfig, function: RewardFunctionConfig, item: Item)
     if config.num_workers:
         scoring = ProcessScoring(call, timeout_s=config.timeout_s, num_workers=1)
     else:  # the built-in functions release the GIL
-        scoring = ThreadScoring(call, timeout_s=config.timeout_s)
+        scoring = ThreadScoring(call, name=function.function, timeout_s=config.timeout_s)
     calls = CallRound(num_items=1, max_failures=1, timeout_s=config.timeout_s)
     with closing(scoring):
         return asyncio.run(scoring.score(item, calls=calls, priority=(0, 0)))

@@ -20,6 +20,7 @@ from temper_trainer.stop_watcher import (
     StopWatcher,
     describe_saved_step,
     find_signal,
+    open_call_table,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 _POLL_S = 0.1
 """Longest time before a WorkAbandoned that a finalizer swallowed is raised again."""
+_BEAT_S = 1.0
+"""Interval at which a thread shows the watcher process that no call holds the GIL."""
 _NOT_STOPPED = "{signal}: not stopped within {grace}, so this process ends now. {saved}"
 
 
@@ -286,9 +289,18 @@ class StopRequest:
 
     def _watch(self, reader: socket.socket) -> None:
         """Wait for the first signal, then enforce the deadline; runs in its own thread."""
+        table = open_call_table(os.getpid())
+        reader.settimeout(_BEAT_S)
         with reader:
-            # Peek to leave a stop signal's number in the socket for the watcher process.
-            while received := reader.recv(4096, socket.MSG_PEEK):
+            while True:
+                try:
+                    # Peek to leave a stop signal's number in the socket for the watcher process.
+                    received = reader.recv(4096, socket.MSG_PEEK)
+                except TimeoutError:
+                    table.beat()
+                    continue
+                if not received:
+                    return
                 if (number := find_signal(received)) is not None:
                     self._start_grace(number)
                     self._enforce_deadline()
