@@ -63,6 +63,7 @@ THIRD_PARTY_RULES = (
         module="peft",
         importers=(
             "temper_engine_fsdp.training.lora_adapter",
+            "temper_engine_fsdp.training.lora_targets",
             "temper_engine_megatron.adapter.adapter_plan",
             KIT,
         ),

@@ -16,7 +16,10 @@ from packaging.requirements import Requirement
 
 NEEDS_EXTRA: dict[str, tuple[str, ...]] = {
     "engine-api": ("temper_engine_api.conformance",),
-    "engine-fsdp": ("temper_engine_fsdp.training.lora_adapter",),
+    "engine-fsdp": (
+        "temper_engine_fsdp.training.lora_adapter",
+        "temper_engine_fsdp.training.lora_targets",
+    ),
     "legacy-shim": tuple(
         f"temper_legacy_shim.{module}"
         for module in (

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,19 @@ def test_copies_on_single_ranks_are_refused(config: FSDPConfig) -> None:
     copied.check_num_ranks(1)
     with pytest.raises(ConfigError, match="has no effect with fsdp_size 1"):
         copied.check_num_ranks(4)
+
+
+def test_number_of_experts_is_compared_with_the_ranks_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"n_routed_experts": 6}}')
+    for model in (
+        ModelSpec(path=str(tmp_path)),
+        ModelSpec(architecture={"model_type": "qwen3_moe", "num_experts": 6}),
+    ):
+        config = FSDPConfig(model=model, expert_parallel=True)
+        config.check_num_ranks(3)
+        with pytest.raises(ConfigError, match=r"divides the 6 experts of a layer over 4 ranks"):
+            config.check_num_ranks(4)
+        replace(config, fsdp_size=2).check_num_ranks(4)
 
 
 def test_adapter_on_experts_is_refused(start: Callable[..., FSDPEngine]) -> None:

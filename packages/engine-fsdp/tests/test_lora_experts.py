@@ -191,13 +191,6 @@ def test_adapter_of_streamed_weights_has_the_same_initial_values(
 @pytest.mark.parametrize(
     ("targets", "sentence"),
     [
-        (
-            (),
-            (
-                "and in lora.target_parameters the tensors of experts, "
-                "mlp.experts.gate_up_proj and mlp.experts.down_proj"
-            ),
-        ),
         (("mlp.experts.up_proj",), "names mlp.experts.up_proj, but only tensors of experts"),
         (
             ("mlp.experts.down_proj", "mlp.gate.weight"),

@@ -316,6 +316,48 @@ def test_adapter_of_all_linear_layers_computes_the_same_in_peft_and_merged(
         assert_close(logprobs, expected, get_family_logprob(family), quantity="log-probs")
 
 
+@pytest.mark.parametrize("direction", [("megatron", "fsdp"), ("fsdp", "megatron")], ids="-to-".join)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("deepseek_v3", replace(ALL_LINEAR, target_parameters=BOTH)),
+        # Nightly: each pair builds four engines. The first has experts and other layers.
+        *(
+            pytest.param(*pair, marks=pytest.mark.nightly)
+            for pair in [
+                ("deepseek_v3", ALL_LINEAR),
+                ("glm4_moe", replace(ALL_LINEAR, target_parameters=BOTH)),
+                ("qwen3_next", WITHOUT_GATES),
+            ]
+        ),
+    ],
+)
+def test_other_engine_loads_adapters_of_dense_mlps_and_shared_experts(
+    run_in, oracle, tmp_path, family, lora, direction
+):
+    pytest.importorskip(
+        "temper_engine_fsdp",
+        reason="the other engine is not installed: pip install ./packages/engine-fsdp",
+    )
+    # A high learning rate, so that a single update changes the log-probs.
+    setup = replace(
+        oracle.make_setup(FAMILIES[family], optimizer=replace(ADAMW, lr=0.05)), lora=lora
+    )
+    batch = oracle.get_batch(model=FAMILIES[family])
+    content, logprobs = run_in(
+        "1-rank", update_and_export_adapter, engine=direction[0], setup=setup, batch=batch
+    )[0]
+    saved = replace(
+        setup, lora=LoraSpec(path=str(save_adapter(*content, folder=tmp_path / "adapter")))
+    )
+    loaded = run_in(
+        "1-rank", compute_logprobs_in_new_engine, engine=direction[1], setup=saved, batch=batch
+    )[0]
+    assert_close(loaded, logprobs, get_family_logprob(family), quantity="log-probs")
+    base = oracle.get_outputs(replace(setup, lora=LoraSpec()), batch, HeadOutput.LOGPROB)
+    assert (loaded - base).abs().max() > 0.01
+
+
 def train_and_export(rank, *, setup, batch):
     """Return the contents of PEFT's two files, the merged weights, and log-probs of the engine."""
     engine = rank.temporary_engine(setup)

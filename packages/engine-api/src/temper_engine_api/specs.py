@@ -115,13 +115,13 @@ class LoraSpec:
     """Dropout probability on the adapter's input."""
     target_modules: str | tuple[str, ...] = "all-linear"
     """Last parts of module names, a regular expression for full names, or `all-linear`: all linear
-    layers except the head."""
+    layers except the head. In a mixture of experts, all three mean layers outside the experts, such
+    as attention, dense MLPs and shared experts."""
     exclude_modules: str | tuple[str, ...] = ()
     """Targets to leave without an adapter, in the same notation."""
     target_parameters: tuple[str, ...] = ()
     """Last name parts of fused expert tensors, as in PEFT: `mlp.experts.gate_up_proj` and
-    `mlp.experts.down_proj`. If set, target_modules may be empty, and `all-linear` there means the
-    linear layers outside the experts."""
+    `mlp.experts.down_proj`. If set, target_modules may be empty."""
     modules_to_save: tuple[str, ...] = ()
     """Modules to train fully, in addition to a value or reward head."""
     rslora: bool = False

@@ -72,6 +72,15 @@ class IgnoresAdapterDropout(_ChangedLora):
         return replace(lora, dropout=0.0)
 
 
+class AdaptsNoSharedExperts(_ChangedLora):
+    """Takes ``all-linear`` of a new adapter in a mixture for attention and dense layers."""
+
+    def _change(self, lora):
+        if lora.path or lora.target_modules != "all-linear":
+            return lora
+        return replace(lora, exclude_modules=r".*\.shared_experts?\..*")
+
+
 class DecaysNoAdapter(DataParallelOracle):
     """Applies no weight decay to an adapter."""
 

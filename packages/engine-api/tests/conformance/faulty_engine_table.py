@@ -578,6 +578,10 @@ FAULTY_ENGINES = (
     FaultyEngine(adapters.IgnoresTargetModules, (NEW_ADAPTER,)),
     FaultyEngine(adapters.AdaptsExcludedModules, (NEW_ADAPTER,)),
     FaultyEngine(
+        adapters.AdaptsNoSharedExperts,
+        ("test_expert_adapter::test_new_adapter_is_on_all_linear_layers_outside_experts",),
+    ),
+    FaultyEngine(
         adapters.IgnoresAdapterDropout, ("test_adapter::test_adapter_dropout_is_on_in_training",)
     ),
     FaultyEngine(adapters.DecaysNoAdapter, ("test_adapter::test_adapter_updates_match_adamw",)),

@@ -1,16 +1,21 @@
 """FSDP engine settings, in addition to those that all engines have. Does not import torch."""
 
+import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.settings_check import find_write_error
-from temper_engine_api.specs import EngineConfig
+from temper_engine_api.specs import EngineConfig, ModelSpec
 
 AttentionKernel = Literal["auto", "sdpa_varlen", "torch_varlen"]
 Float8Scaling = Literal["none", "rowwise", "tensorwise"]
 Strategy = Literal["fsdp2", "fsdp1"]
+EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of model configs, of which a mixture of experts has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +236,7 @@ class FSDPConfig(EngineConfig):
 
         Raises:
             ConfigError: If fsdp_size or reshard_after_forward is no divisor, or expert_parallel has
-                no effect.
+                no effect or cannot divide the experts evenly.
         """
         num_shards = num_ranks if self.fsdp_size is None else self.fsdp_size
         if num_ranks % num_shards:
@@ -244,6 +249,8 @@ class FSDPConfig(EngineConfig):
                 "expert_parallel is on, but has no effect with fsdp_size 1, which gives every rank "
                 "all experts: set fsdp_size to null or above 1, or expert_parallel to false."
             )
+        if self.expert_parallel:
+            check_divisible_expert_count(_read_num_experts(self.model), num_shards=num_shards)
         reshards = self.reshard_after_forward
         if not isinstance(reshards, bool) and num_shards > 1 and num_shards % reshards:
             raise ConfigError(
@@ -315,3 +322,30 @@ class FSDPConfig(EngineConfig):
                 f"forward_prefetch is {self.forward_prefetch}, but strategy fsdp1 prefetches at "
                 "most 1 layer: set it to 0 or 1."
             )
+
+
+def check_divisible_expert_count(num_experts: int, *, num_shards: int) -> None:
+    """Check that every rank gets the same number of a layer's experts.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    if num_experts % num_shards:
+        raise ConfigError(
+            f"expert_parallel divides the {num_experts} experts of a layer over {num_shards} "
+            "ranks, which is not possible evenly: set fsdp_size to a number of ranks that "
+            "divides them, or expert_parallel to false."
+        )
+
+
+def _read_num_experts(model: ModelSpec) -> int:
+    """Return the number of experts that a model's settings name, or 0 if they name none.
+
+    A model whose settings name none is checked when it is built.
+    """
+    settings: Mapping[str, Any] = model.to_config_fields()
+    if model.path is not None:
+        file = Path(model.path, "config.json")
+        settings = json.loads(file.read_text()) if file.is_file() else {}
+    text = settings.get("text_config") or settings
+    return int(next(filter(None, (text.get(name) for name in EXPERT_COUNT_NAMES)), 0))

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from temper_engine_api.errors import CapabilityError, ConfigError
+from temper_engine_fsdp.config import EXPERT_COUNT_NAMES, check_divisible_expert_count
 from temper_engine_fsdp.runtime.process_group import REPLICATE_AXIS, SHARD_AXIS
 from temper_engine_fsdp.sharding.sharded_parameter import distribute_rows, local_tensor
 
@@ -114,8 +115,7 @@ def check_divisible_experts(hf: PreTrainedModel, *, num_shards: int) -> None:
         ConfigError: If the model has no experts, or their number is not divisible.
     """
     fields = hf.config.get_text_config(decoder=True).to_dict()
-    count_names = ("num_experts", "num_local_experts", "n_routed_experts")
-    if not any(fields.get(name) for name in count_names):
+    if not any(fields.get(name) for name in EXPERT_COUNT_NAMES):
         raise ConfigError(
             f"expert_parallel is on, but this {hf.config.model_type} model has no experts: set it "
             "to false."
@@ -133,12 +133,7 @@ def check_divisible_experts(hf: PreTrainedModel, *, num_shards: int) -> None:
                 f"expert_parallel is on, but {type(experts).__name__} has parameters that are not "
                 "one row per expert: set it to false."
             )
-        if min(counts) % num_shards:
-            raise ConfigError(
-                f"expert_parallel divides the {min(counts)} experts of a layer over {num_shards} "
-                "ranks, which is not possible evenly: set fsdp_size to a number of ranks that "
-                "divides them, or expert_parallel to false."
-            )
+        check_divisible_expert_count(min(counts), num_shards=num_shards)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # exchanges need sizes on the host

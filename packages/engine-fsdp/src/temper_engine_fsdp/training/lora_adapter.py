@@ -1,10 +1,9 @@
 """LoRA adapters through peft: attach, disable, merge, export and load.
 
-The only module that imports peft. Elsewhere, adapter tensors are named as in
+Only this module and `lora_targets` import peft. Elsewhere, adapter tensors are named as in
 `adapter_model.safetensors`.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from temper_engine_api import adapter_checks
 from temper_engine_api.adapter_checks import PEFT_PREFIX
 from temper_engine_api.errors import ConfigError
 from temper_engine_api.specs import LoraSpec, ModelSpec
-from temper_engine_api.vision_language import list_encoder_modules
 from temper_engine_fsdp.model.weight_names import (
     hf_name,
     is_adapter_parameter,
@@ -31,6 +29,13 @@ from temper_engine_fsdp.model.weight_names import (
 )
 from temper_engine_fsdp.runtime.numerics import fork_rng, restart_rng
 from temper_engine_fsdp.sharding.sharded_parameter import ShardedParameters
+from temper_engine_fsdp.training.lora_targets import (
+    convert_saved_targets,
+    exclude_encoder,
+    keep_target_names,
+    name_converted_layers,
+    target_linears_as_modules,
+)
 
 _ADAPTER = "default"
 """Name that peft gives to a single adapter."""
@@ -227,26 +232,24 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
         spec, module_names=[name for name, _ in hf_model.named_modules()]
     )
     if spec.path is None:
-        config.exclude_modules = _exclude_encoder(hf_model, config.exclude_modules)
-    module_targets, expert_targets = config.target_modules, tuple(config.target_parameters or ())
+        config.exclude_modules = exclude_encoder(hf_model, config.exclude_modules)
+    else:
+        convert_saved_targets(config, hf_model, path=spec.path)
+    module_targets, parameter_targets = config.target_modules, tuple(config.target_parameters or ())
+    if spec.path is not None:
+        target_linears_as_modules(config, hf_model)
+    expert_targets = tuple(config.target_parameters or ())
     head = hf_model.get_output_embeddings()
-    if module_targets == "all-linear" and config.target_parameters:
-        # PEFT would otherwise adapt all expert tensors, and with another rank.
-        config.target_modules = {
-            name
-            for name, module in hf_model.named_modules()
-            if isinstance(module, nn.Linear) and module is not head
-        }
     # Every rank draws the same values; the streams of the process stay as they were.
-    with fork_rng(model.seed), warnings.catch_warnings():
+    with fork_rng(model.seed), warnings.catch_warnings(), keep_target_names():
         # peft warns of tied embeddings and missing modules; the checks below make both errors.
         warnings.simplefilter("ignore")
         try:
             inject_adapter_in_model(config, hf_model)
         except ValueError as error:
             targets = f"target_modules {adapter_checks.format_targets(module_targets)}" + (
-                f" with lora.target_parameters {', '.join(expert_targets)}"
-                if expert_targets
+                f" with lora.target_parameters {', '.join(parameter_targets)}"
+                if parameter_targets
                 else ""
             )
             raise ConfigError(
@@ -255,34 +258,16 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
         _initialize(hf_model, seed=model.seed)
     _refuse_unsupported(hf_model, head=head)
     _check_target_parameters(hf_model, requested=expert_targets)
+    config.target_parameters = set(parameter_targets) or None
     # Save names instead of "all-linear", which other loaders may resolve differently.
     config.target_modules = (
         _short_target_names(hf_model) if module_targets == "all-linear" else module_targets
     )
+    name_converted_layers(config, hf_model, names=_short_target_names(hf_model))
     adapter = LoraAdapter(hf_model, config=config)
     if spec.path is not None:
         _set_initial_tensors(hf_model, load_file(adapter_checks.find_adapter_weights(spec.path)))
     return adapter
-
-
-def _exclude_encoder(
-    hf_model: PreTrainedModel, excluded: str | set[str] | None
-) -> str | set[str] | None:
-    """Return modules to exclude, as PEFT expects them, with the encoder of images among them."""
-    encoders = [
-        re.escape(name)
-        for name in list_encoder_modules(hf_model, model_type=hf_model.config.model_type)
-    ]
-    if not encoders:
-        return excluded
-    pattern = rf"(?:{'|'.join(encoders)})\..*"
-    if not excluded:
-        return pattern
-    if not isinstance(excluded, str):  # suffixes
-        names = "|".join(re.escape(name) for name in sorted(excluded))
-        excluded = rf"(?:.*\.)?(?:{names})"
-    # In front and not in a group: `re` takes flags such as (?i) only at the start of a pattern.
-    return f"{excluded}|{pattern}"
 
 
 def _initialize(hf_model: nn.Module, *, seed: int) -> None:
@@ -408,12 +393,6 @@ def _check_target_parameters(hf_model: nn.Module, *, requested: Collection[str])
     not_experts = sorted(
         name for name in adapted if name.rpartition(".experts.")[2] not in _EXPERT_TENSORS
     )
-    if adapted and not requested:
-        raise ConfigError(
-            "lora.target_modules matches modules inside this model's experts: name only linear "
-            "layers outside them there, and in lora.target_parameters the tensors of experts, "
-            f"{tensors}."
-        )
     unknown = sorted(
         name for name in requested if not any(f".{each}".endswith(f".{name}") for each in adapted)
     )

@@ -11,7 +11,7 @@ from temper_legacy_shim.checkpoints.files.hashed_files import WrittenFile
 from temper_legacy_shim.checkpoints.files.safetensors_files import write
 from temper_legacy_shim.checkpoints.huggingface.names import NamesCheck
 from temper_legacy_shim.checkpoints.layouts import Kind, Role
-from temper_legacy_shim.checkpoints.model import OldModel, Sources, read_model
+from temper_legacy_shim.checkpoints.model import Sources, read_model
 from temper_legacy_shim.checkpoints.plan import (
     Job,
     Options,
@@ -49,7 +49,7 @@ def convert(
 
         return write_temper(job, model, options, sources, progress=progress or _silent)
     plan = plan_conversion(model, options)
-    return _write_plan(job, model, plan, options, sources, progress=progress or _silent)
+    return _write_plan(job, plan, options, sources, progress=progress or _silent)
 
 
 def finished(job: Job, options: Options, sources: Sources) -> Receipt | None:
@@ -89,7 +89,7 @@ def _check_apart(job: Job) -> None:
 
 
 def _write_plan(
-    job: Job, model: OldModel, plan: Plan, options: Options, sources: Sources, *, progress: Progress
+    job: Job, plan: Plan, options: Options, sources: Sources, *, progress: Progress
 ) -> Receipt:
     work = fingerprint(
         {

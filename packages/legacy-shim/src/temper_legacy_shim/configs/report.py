@@ -298,7 +298,7 @@ def _report(
     if token.key in GROUPS and rule is not None:
         return _made(token, rule.disposition, rule.reason, rule, new_keys=("model_engine",))
     if rule is None and (isinstance(token.value, dict) or is_block(token.key)):
-        return _translate_block(draft, token, program=program, new_keys=new_keys)
+        return _translate_block(token, program=program, new_keys=new_keys)
     if rule is None:
         return _made(
             token,
@@ -342,7 +342,7 @@ def _is_about(finding: Finding, key: str) -> bool:
 
 
 def _translate_block(
-    draft: Draft, token: Override, *, program: Program, new_keys: tuple[str, ...]
+    token: Override, *, program: Program, new_keys: tuple[str, ...]
 ) -> TokenReport:
     """Report a block that was set or deleted as a value, by the rules of the keys in it."""
     if token.is_no_block:

@@ -173,7 +173,6 @@ def _source(
         candidates, evidence = infer_version(
             tokens,
             family=launch.family,
-            program=launch.program,
             configs=launch.configs,
             entry=launch.entry,
             given=given,

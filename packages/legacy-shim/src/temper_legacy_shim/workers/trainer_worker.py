@@ -105,7 +105,7 @@ class DeprecatedTrainingWorker(TrainingWorker):
                 f"{sorted(expected)}."
             )
         padded = pad_part(part, full_rows=True)
-        data = padded.data(columns=(), batch=part)
+        data = padded.data(columns=())
         self._adjust(padded)
         if self._role == "critic":
             grid = _tensor(cast("CriticWorker", self._worker).compute_values(data), "values")
@@ -142,10 +142,10 @@ class DeprecatedTrainingWorker(TrainingWorker):
         padded = pad_part(part)
         self._adjust(padded)
         if isinstance(self._objective, ValueObjective):
-            data = padded.data(columns=("returns", "values"), batch=part)
+            data = padded.data(columns=("returns", "values"))
             metrics = cast("CriticWorker", self._worker).update_critic(data).meta_info["metrics"]
         else:
-            data = padded.data(columns=self._columns(), batch=part)
+            data = padded.data(columns=self._columns())
             metrics = (
                 cast("ActorRolloutRefWorker", self._worker).update_actor(data).meta_info["metrics"]
             )

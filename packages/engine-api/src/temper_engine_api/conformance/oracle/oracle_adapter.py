@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model, get_peft_model_state_dict
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -34,7 +35,7 @@ class OracleAdapter:
         self.peft = (
             _load_adapter(model, spec)
             if spec.path is not None
-            else get_peft_model(model, _config(spec))
+            else get_peft_model(model, _config(spec, model))
         )
         named = dict(self.peft.named_parameters())
         # Computed once, because PEFT looks through all modules.
@@ -100,8 +101,9 @@ def to_config_dict(config: LoraConfig) -> dict[str, object]:
     return plain
 
 
-def _config(spec: LoraSpec) -> LoraConfig:
-    return LoraConfig(
+def _config(spec: LoraSpec, model: PreTrainedModel) -> LoraConfig:
+    linears = _list_linears(model) if spec.target_modules == "all-linear" else []
+    config = LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=spec.rank,
         lora_alpha=spec.alpha,
@@ -115,6 +117,27 @@ def _config(spec: LoraSpec) -> LoraConfig:
         use_rslora=spec.rslora,
         use_dora=spec.dora,
     )
+    if any(name.endswith(".experts") for name, _ in model.named_modules()) and linears:
+        # PEFT applies all-linear to experts as well in many mixtures, and drops dense layers and
+        # shared experts. It adapts the weight of a linear layer as it adapts the layer.
+        config.target_modules = set(linears)
+        matched = [name for name in linears if check_target_module_exists(config, name)]
+        config.target_modules = set()
+        config.target_parameters = [
+            *(f"{name}.weight" for name in matched),
+            *spec.target_parameters,
+        ]
+    return config
+
+
+def _list_linears(model: PreTrainedModel) -> list[str]:
+    """Return the names of all linear layers except the head."""
+    head = model.get_output_embeddings()
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
 
 
 def _load_adapter(model: PreTrainedModel, spec: LoraSpec) -> PeftModel:

@@ -271,6 +271,53 @@ def make_expert_adapter(family: str) -> TinyAdapter:
     )
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v3", "qwen3_next"])
+def test_new_adapter_is_on_all_linear_layers_outside_experts(
+    engine_under_test: EngineUnderTest, oracle: OracleCache, model_type: str, tmp_path: Path
+) -> None:
+    """`all-linear` includes dense MLPs and shared experts; PEFT computes the same from the export.
+
+    PEFT takes the names of these layers for those of experts. An engine without adapters for them
+    raises an error that names lora.target_modules.
+    """
+    setup = replace(
+        oracle.make_setup(FAMILIES[model_type], optimizer=ADAMW),
+        compute="fp32",
+        lora=LoraSpec(rank=4, alpha=8.0),
+    )
+    batch = oracle.get_batch(model=FAMILIES[model_type])
+    trained = engine_under_test.run(train_new_adapter, setup=setup, batch=batch)[0]
+    if isinstance(trained, str):
+        assert "lora.target_modules" in trained
+        return
+    _, tensors = trained.adapter
+    _, expected_tensors = oracle.run(export_adapter, setup=setup)
+    assert {name: tensor.shape for name, tensor in tensors.items()} == {
+        name: tensor.shape for name, tensor in expected_tensors.items()
+    }
+    folder = save_adapter(*trained.adapter, folder=tmp_path / "adapter")
+    expected = oracle.get_outputs(
+        replace(setup, lora=LoraSpec(path=str(folder))), batch, HeadOutput.LOGPROB
+    )
+    assert_close(
+        trained.logprobs,
+        expected,
+        get_family_logprob(model_type),
+        quantity="log-probs",
+        batch=batch,
+    )
+
+
+def train_new_adapter(
+    rank: Rank, *, setup: EngineSetup, batch: SequenceBatch
+) -> TrainedAdapter | str:
+    """Train a new adapter, or return why the engine refuses it."""
+    try:
+        return train_adapter(rank, setup=setup, batch=batch)
+    except (CapabilityError, ConfigError) as error:
+        return str(error)
+
+
 def test_adapter_checkpoint_resumes_bitwise(
     engine_under_test: EngineUnderTest, oracle: OracleCache, tmp_path: Path
 ) -> None:

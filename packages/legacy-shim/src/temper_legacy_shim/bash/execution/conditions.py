@@ -3,8 +3,8 @@
 import re
 
 from temper_legacy_shim.bash.syntax.syntax_tree import Test, Word
-from temper_legacy_shim.bash.values import expansion
-from temper_legacy_shim.bash.values.arithmetic import BadExpression, UnknownNumber, calculate
+from temper_legacy_shim.bash.values import expansion, parameters
+from temper_legacy_shim.bash.values.arithmetic import BadExpression, UnknownNumber
 from temper_legacy_shim.bash.values.patterns import TooMuch, compiled, matches
 from temper_legacy_shim.bash.values.shell_state import Shell
 from temper_legacy_shim.bash.values.shell_values import Field, Piece, Text, Truth, Variable, literal
@@ -154,10 +154,7 @@ def binary(shell: Shell, operator: str, left: Text, right: Text) -> Truth:
 
 def _compared(shell: Shell, operator: str, first: str, second: str, *, is_assumed: bool) -> Truth:
     try:
-        numbers = [
-            calculate(text, read=lambda name: _number(shell, name), write=lambda _n, _v: None)
-            for text in (first, second)
-        ]
+        a, b = (parameters.calculate_number(shell, text) for text in (first, second))
     except UnknownNumber:
         return Truth(None)
     except BadExpression:
@@ -165,18 +162,10 @@ def _compared(shell: Shell, operator: str, first: str, second: str, *, is_assume
     if is_assumed and not (first.strip() and second.strip()):
         # An empty operand is an error of `[`, which counts as false.
         return Truth(False, is_assumed)
-    a, b = numbers
     answer = {"==": a == b, "!=": a != b, "<": a < b, "<=": a <= b, ">": a > b, ">=": a >= b}[
         _COMPARING[operator]
     ]
     return Truth(answer, is_assumed)
-
-
-def _number(shell: Shell, name: str) -> str | None:
-    text = shell.scalar(name)
-    if text is not None and not text.is_known:
-        raise UnknownNumber
-    return None if text is None else text.shown()
 
 
 def test_words(shell: Shell, test: Test) -> Truth:

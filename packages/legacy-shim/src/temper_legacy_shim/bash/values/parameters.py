@@ -122,9 +122,7 @@ def element_text(shell: Shell, variable: Variable, index: str) -> Text | None:
         field = (variable.elements or {}).get(index.strip("\"'"))
         return None if field is None else field.text
     try:
-        number = calculate(
-            index, read=lambda name: _known_number(shell, name), write=lambda _name, _value: None
-        )
+        number = calculate_number(shell, index)
     except (UnknownNumber, BadExpression):
         return unknown(index)
     result = _elements_of(variable)
@@ -149,11 +147,7 @@ def assign_element(
     key: int | str = index.strip("\"'")
     if not variable.is_associative:
         try:
-            key = calculate(
-                index,
-                read=lambda each: _known_number(shell, each),
-                write=lambda _name, _value: None,
-            )
+            key = calculate_number(shell, index)
         except (UnknownNumber, BadExpression):
             shell.reading.note(f"the subscript {index!r} of {name} is not known", -1)
             return
@@ -164,11 +158,21 @@ def assign_element(
     variable.elements[key] = Field(new, new.raw())
 
 
-def _known_number(shell: Shell, name: str) -> str | None:
-    text = shell.scalar(name)
-    if text is not None and not text.is_known:
-        raise UnknownNumber
-    return None if text is None else text.shown()
+def calculate_number(shell: Shell, expression: str) -> int:
+    """Evaluate an arithmetic expression; its assignments have no effect.
+
+    Raises:
+        UnknownNumber: a variable has no known value.
+        BadExpression: bash would refuse the expression.
+    """
+
+    def read(name: str) -> str | None:
+        text = shell.scalar(name)
+        if text is not None and not text.is_known:
+            raise UnknownNumber
+        return None if text is None else text.shown()
+
+    return calculate(expression, read=read, write=lambda _name, _value: None)
 
 
 def _lookup(shell: Shell, part: Parameter) -> Text | None:

@@ -223,7 +223,7 @@ def _read(
             buffers = dense.get(stage * layout.num_tensor + rank, {})
             _take(result, buffers, shared, weights, layout, rank=rank, num_ranks=layout.num_tensor)
         for expert_rank in range(layout.num_expert) if experts else ():
-            own = [_experts_of(chunk, expert_rank, weights, layout) for chunk in chunks]
+            own = [_experts_of(chunk, expert_rank, layout) for chunk in chunks]
             for rank in range(layout.num_expert_tensor):
                 number = (stage * layout.num_expert + expert_rank) * layout.num_expert_tensor + rank
                 with_experts = [chunk for chunk in own if chunk]
@@ -345,9 +345,7 @@ def _drop_experts(chunk: Mapping[str, str]) -> dict[str, str]:
     return {name: source for name, source in chunk.items() if not EXPERT.fullmatch(name)}
 
 
-def _experts_of(
-    chunk: Mapping[str, str], rank: int, weights: Mapping[str, LazyTensor], layout: _Layout
-) -> dict[str, str]:
+def _experts_of(chunk: Mapping[str, str], rank: int, layout: _Layout) -> dict[str, str]:
     """Return the experts of one rank: equally many per layer on every rank, in order."""
     numbered = {name: int(match[2]) for name in chunk if (match := EXPERT.fullmatch(name))}
     num_local = (1 + max(numbered.values(), default=-1)) // layout.num_expert

@@ -5,7 +5,7 @@ from functools import cache
 
 from temper_legacy_shim.configs.mapping.builder import trainer_defaults
 from temper_legacy_shim.configs.reading.config_values import Override, Plain, hydra_text
-from temper_legacy_shim.configs.reading.entry_points import GROUPS, Program
+from temper_legacy_shim.configs.reading.entry_points import GROUPS
 from temper_legacy_shim.configs.reading.trees import (
     Family,
     composed_tree,
@@ -23,7 +23,6 @@ def infer_version(
     overrides: Sequence[Override],
     *,
     family: Family,
-    program: Program,
     configs: tuple[str, ...],
     entry: str,
     given: dict[str, Plain],
@@ -37,7 +36,6 @@ def infer_version(
     Args:
         overrides: of the command line.
         family: which tree; a release without it is no candidate.
-        program: for the sentence.
         configs: further configurations of the entry; a release without them is no candidate.
         entry: module; a release without it is no candidate if another one has it.
         given: leaves of the user's own file.

@@ -151,7 +151,7 @@ class PaddedPart:
     """Tokens of the fullest micro-batch, which the old worker gets as its budget."""
     temperature: float
 
-    def data(self, *, columns: Sequence[str], batch: PackedBatch) -> DataProto:
+    def data(self, *, columns: Sequence[str]) -> DataProto:
         """Return the rows of a mini-batch under verl's keys, padded to its widths."""
         missing = set(columns) - self.kept.columns.keys()
         if missing:
