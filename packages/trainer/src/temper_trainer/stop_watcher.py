@@ -47,6 +47,9 @@ _UNKNOWN_STEP = (
 _TABLE_BYTES = 1 << 16
 """Size of the table of calls; those that do not fit in it are not watched."""
 
+_MIN_BUSY_FRACTION = 0.25
+"""Fraction of its limit that a blocking call computes at least."""
+
 _SIGEV_THREAD = 2
 """Constant of POSIX: notify by calling a function in a new thread."""
 
@@ -129,7 +132,7 @@ def open_call_table(process: int) -> CallTable:
 
 
 def watch_call(message: str, *, limit_s: float) -> AbstractContextManager[None]:
-    """Let a StopWatcher end this process if the body computes too long without releasing the GIL.
+    """Let a StopWatcher end this process if the body computes and holds the GIL for too long.
 
     No thread can end such a call, for example a regular expression that backtracks. Works only on
     Linux.
@@ -137,7 +140,7 @@ def watch_call(message: str, *, limit_s: float) -> AbstractContextManager[None]:
     Args:
         message: One line, written before this process is ended; `{saved}` is a sentence about the
             last checkpoint.
-        limit_s: Maximum computing time of this thread while no other thread of Python can run.
+        limit_s: Maximum time in which no other thread of Python can run.
     """
     return open_call_table(os.getpid()).add(message, limit_s=limit_s)
 
@@ -251,23 +254,28 @@ class _CallWatch:
         self._process = process
         self._table = mmap.mmap(descriptor, _TABLE_BYTES, prot=mmap.PROT_READ)
         self._content = b""
+        self._changed_at = 0.0
+        """`time.monotonic` of the last change, which shows that a thread of Python has run."""
         self._busy_s: dict[str, float] = {}
-        """Computing time of the threads when a thread of Python last ran."""
+        """Computing time of the threads at the last change."""
 
     def find_blocking(self) -> str | None:
-        """Return the message of a call that has computed longer than its limit.
+        """Return the message of a call that has held the GIL longer than its limit.
 
-        Only computing counts: a thread that waits while another one holds the GIL, for example in
-        a save, or that is suspended, does not compute.
+        It must have computed for a part of the time, because a thread that waits while another one
+        holds the GIL, for example in a save, or that is suspended, does not compute. On a busy
+        machine the part may be small.
         """
-        content = self._table[:]
-        if content != self._content:  # a thread runs
-            self._content, self._busy_s = content, {}
+        content, now = self._table[:], time.monotonic()
+        if content != self._content:
+            self._content, self._changed_at, self._busy_s = content, now, {}
             return None
         for line in content.partition(b"\0")[0].decode().split("\n")[1:]:
             thread, limit_s, message = line.split(" ", 2)
             busy_s = self._measure_busy_s(thread)
-            if busy_s - self._busy_s.setdefault(thread, busy_s) >= float(limit_s):
+            busy_s -= self._busy_s.setdefault(thread, busy_s)
+            limit = float(limit_s)
+            if now - self._changed_at >= limit and busy_s >= _MIN_BUSY_FRACTION * limit:
                 return message
         return None
 

@@ -128,10 +128,10 @@ class ThreadScoring:
         prompt, _ = item
         limit_s = self._timeout_s + BLOCKED_AFTER_S
         message = (
-            f"ERROR: the reward {self._name} has computed for {limit_s:g} s without releasing "
-            f"Python's global lock (GIL), so reward.timeout_s cannot end the call, and the run is "
-            f"ended (prompt {prompt.prompt_id}, {prompt.location}). {{saved}} Before that, correct "
-            "the function, or set reward.num_workers=1, which only ends the call."
+            f"ERROR: the reward {self._name} has held Python's global lock (GIL) for {limit_s:g} "
+            f"s, so reward.timeout_s cannot end the call, and the run is ended (prompt "
+            f"{prompt.prompt_id}, {prompt.location}). {{saved}} Before that, correct the function, "
+            "or set reward.num_workers=1, which only ends the call."
         )
         busy_before_s = _measure_busy_s()
         with watch_call(message, limit_s=limit_s):
