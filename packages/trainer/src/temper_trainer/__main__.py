@@ -34,7 +34,12 @@ from temper_trainer.config_loading.help_text import USAGE, build_help_text
 from temper_trainer.config_loading.hub_models import load_hub_models
 from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
-from temper_trainer.metrics.run_files import METRICS_FILE, read_latest_rows, record_start
+from temper_trainer.metrics.run_files import (
+    METRICS_FILE,
+    read_latest_rows,
+    read_starts,
+    record_start,
+)
 from temper_trainer.redaction import (
     configure_logging,
     escape_control_characters,
@@ -401,7 +406,12 @@ def _describe_end(directory: Path, *, seconds: float, has_report: bool) -> str:
         if (has_report or name != "report") and (directory / file).exists()
     }
     parts = [result or f"results in {directory}", *(f"{k} {path}" for k, path in paths.items())]
-    return f"done in {format_duration(seconds)}: {'; '.join(parts)}"
+    duration = format_duration(seconds)
+    starts = read_starts(directory)
+    if len(starts) > 1:
+        since_first_s = time.time() - float(str(starts[0]["time_s"]))
+        duration += f" ({format_duration(since_first_s)} since the first start)"
+    return f"done in {duration}: {'; '.join(parts)}"
 
 
 def _report(directory: Path) -> int:

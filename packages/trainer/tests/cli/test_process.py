@@ -218,7 +218,8 @@ def test_run_writes_all_documented_results(story: Story) -> None:
     }
     assert promised <= {path.name for path in story.folder.iterdir()}
     assert re.fullmatch(
-        r"done in .* s: .*; report out/report.html; model out/huggingface",
+        r"done in .* s \(.* since the first start\): .*; "
+        r"report out/report.html; model out/huggingface",
         story.out.splitlines()[-1],
     )
 

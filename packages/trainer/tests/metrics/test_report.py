@@ -5,11 +5,12 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.metrics.report import write_report
-from temper_trainer.metrics.run_files import read_last_lines, record_start
+from temper_trainer.metrics.run_files import read_last_lines, read_rows, record_start
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 
 
@@ -134,6 +135,21 @@ def test_report_begins_with_result_command_and_duration(page: tuple[Path, str]) 
     )
     assert row("steps", "rl 3") in summary
     assert row("reward", "gsm8k_strict") in summary
+    assert "versions</div></td><td class=text><div>temper-trainer " in summary
+    assert f"torch {torch.__version__}, transformers " in summary
+
+
+def test_report_of_a_resumed_run_has_both_durations(page: tuple[Path, str]) -> None:
+    folder, _ = page
+    last_s = max(each.time_s for each in read_rows(folder / "metrics.jsonl"))
+    starts = folder / "starts.jsonl"
+    fields = json.loads(starts.read_text())
+    starts.write_text(
+        "".join(json.dumps({**fields, "time_s": last_s - before}) + "\n" for before in (190, 68))
+    )
+    path = write_report(folder)
+    assert path is not None
+    assert "3 min 10 s since the first start, 1 min 8 s since the last, until" in path.read_text()
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,13 @@ def _render_summary(directory: Path, rows: Sequence[Row]) -> str:
     if starts:
         times.append(float(str(starts[0]["time_s"])))
     steps = [f"{phase} {step}" for phase, step in _count_steps(rows).items()]
-    duration, end = format_duration(max(times) - min(times)), _format_time(max(times))
+    duration = format_duration(max(times) - min(times))
+    if len(starts) > 1:
+        last = format_duration(max(0.0, max(times) - float(str(starts[-1]["time_s"]))))
+        duration += f" since the first start, {last} since the last"
     lines: list[Cells] = [
         ("started", _format_time(min(times))),
-        ("duration", f"{duration}, until the last metrics at {end}"),
+        ("duration", f"{duration}, until the last metrics at {_format_time(max(times))}"),
         ("steps", ", ".join(steps)),
     ]
     if len(starts) > 1:
@@ -141,6 +144,8 @@ def _render_summary(directory: Path, rows: Sequence[Row]) -> str:
         lines.append(("command", starts[-1]["command"]))
         if commit := starts[-1].get("commit"):
             lines.append(("commit", commit))
+        versions = _get_versions(starts)
+        lines.append(("versions", ", ".join(f"{each} {versions[each]}" for each in versions)))
     return _render_table(("", ""), lines)
 
 
@@ -286,10 +291,15 @@ def _render_environment(starts: Sequence[Mapping[str, object]]) -> str:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         lines.append(("GPUs of the driver", ", ".join(names)))
+    lines += _get_versions(starts).items()
+    return _render_table(("component", "version"), lines)
+
+
+def _get_versions(starts: Sequence[Mapping[str, object]]) -> dict[str, str]:
+    """Return the versions that the last start recorded; without them, those installed now."""
     recorded = starts[-1].get("versions") if starts else None
     versions = recorded if isinstance(recorded, dict) else list_installed_versions()
-    lines += [(str(name), str(version)) for name, version in versions.items()]
-    return _render_table(("component", "version"), lines)
+    return {str(name): str(version) for name, version in versions.items()}
 
 
 def _render_table(heading: Sequence[str], lines: Sequence[Cells]) -> str:
