@@ -26,7 +26,8 @@ The first command gives 85 MB, the second 38 MB. Downloads are recursive. Versio
 packages are not checked, because vLLM pins more of them than it needs; only a run shows whether
 they will do. vLLM's own pin of apache-tvm-ffi breaks xgrammar. `--skip` leaves out requirements,
 here kernels and formats that the runs do not use; `PRUNED` leaves out files, such as kernels of
-350 MB that runs on H100s and H200s do not call. Keep vLLM apart from the trainer's packages: a
+350 MB that runs of dense models on H100s and H200s do not call. Models with experts need
+`vllm/_moe_C_*.so`, which gives 40 MB. Keep vLLM apart from the trainer's packages: a
 script that sets PYTHONPATH and starts Python serves as `runtime.rollout_python`.
 """
 
