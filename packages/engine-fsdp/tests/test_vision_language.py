@@ -78,6 +78,32 @@ def test_update_trains_the_text_part_and_keeps_the_encoder(
         assert torch.equal(tensor, original[name]) == name.startswith(ENCODER), name
 
 
+def test_update_of_gemma3_keeps_the_encoder_and_its_projection(
+    start: Start, texts: SequenceBatch, tmp_path: Path
+) -> None:
+    saved = write_model(FAMILIES["gemma3"], folder=tmp_path)
+    exported = update(start(model=ModelSpec(path=str(saved))), texts)
+    original = load_file(saved / "model.safetensors")
+    assert exported.keys() == original.keys()
+    kept = {name for name, tensor in exported.items() if torch.equal(tensor, original[name])}
+    encoder = ("vision_tower.", "multi_modal_projector.")
+    assert kept == {name for name in original if name.startswith(encoder)}
+    # Google's files have one more part in these names, and no head on the encoder.
+    published = shutil.copytree(saved, tmp_path / "published")
+    save_file(
+        {
+            name.replace("vision_tower.", "vision_tower.vision_model."): tensor
+            for name, tensor in original.items()
+        },
+        published / "model.safetensors",
+        {"format": "pt"},
+    )
+    with start(model=ModelSpec(path=str(published))).export_weights() as stream:
+        loaded = dict(stream)
+    assert loaded.keys() == original.keys()
+    assert all(torch.equal(tensor, original[name]) for name, tensor in loaded.items())
+
+
 def test_training_state_has_no_encoder(start: Start, model: ModelSpec) -> None:
     with start(model=model).export_state() as states:
         assert not [state.name for state in states if state.name.startswith(ENCODER)]

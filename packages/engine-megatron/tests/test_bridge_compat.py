@@ -296,7 +296,7 @@ def test_family_is_refused_with_what_the_engine_lacks(family):
         BridgeTranslation(AutoConfig.for_model(family))
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "qwen3_5"])
 def test_vision_language_model_is_refused_with_its_encoder(family):
     with pytest.raises(CapabilityError, match="has an encoder of images: use the FSDP engine"):
         BridgeTranslation(AutoConfig.for_model(family))

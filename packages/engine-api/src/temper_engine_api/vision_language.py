@@ -6,7 +6,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 VISION_LANGUAGE_TYPES = frozenset(
-    {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+    {"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 )
 """Values of `model_type` for models with an encoder of images and a text part to train."""
 

@@ -797,7 +797,8 @@ def test_encoder_that_the_old_run_trained_is_reported(
     [
         ("Qwen/Qwen3-VL-8B-Instruct", True),
         ("Qwen/Qwen2-VL-2B", True),
-        ("google/gemma-3-27b-it", False),
+        ("google/gemma-3-27b-it", True),
+        ("google/gemma-4-31B-it", False),
         ("openvla/openvla-7b", False),
         ("Qwen/Qwen2-Audio-7B", False),
     ],
@@ -835,7 +836,9 @@ def test_types_whose_text_part_is_trained_are_those_of_the_engines() -> None:
     assert reference.VISION_LANGUAGE_TYPES == images.TEXT_PART_TYPES
 
 
-@pytest.mark.parametrize(("model_type", "is_reported"), [("qwen3_vl_moe", True), ("gemma3", False)])
+@pytest.mark.parametrize(
+    ("model_type", "is_reported"), [("qwen3_vl_moe", True), ("gemma3", True), ("gemma4", False)]
+)
 def test_config_of_a_folder_tells_if_the_text_part_is_trained(
     tmp_path: Path, model_type: str, is_reported: bool
 ) -> None:

@@ -111,6 +111,23 @@ FAMILIES: dict[str, dict[str, object]] = {
         "mamba_n_groups": 1,
         "mamba_chunk_size": 4,
     },
+    # An encoder of images next to a text part with windows.
+    "gemma3": {
+        "text_config": {
+            **SHAPE,
+            "head_dim": 8,
+            "sliding_window": 5,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 8,
+            "patch_size": 4,
+        },
+    },
     # An encoder of images, which no prompt reaches, before a text part.
     "qwen3_vl": {
         "text_config": {

@@ -147,8 +147,9 @@ def test_vision_model_is_refused_before_the_run(
     (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
     assert refusal(there) == (
         f"actor.engine.model.path is {tmp_path}/model, whose config.json has {part}: a multimodal "
-        "model. Engines train the text part of qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, "
-        "qwen3_vl and qwen3_vl_moe only: give the folder of one of these, or of a text model."
+        "model. Engines train the text part of gemma3, qwen2_5_vl, qwen2_vl, qwen3_5, "
+        "qwen3_5_moe, qwen3_vl and qwen3_vl_moe only: give the folder of one of these, or of a "
+        "text model."
     )
 
 
@@ -244,6 +245,7 @@ def test_sampled_evaluation_of_a_saved_model_must_leave_a_position_for_a_prompt(
         {"model_type": "gemma3_text", "vision_config": None},
         {"architectures": ["DeepseekV3ForCausalLM"]},
         {"model_type": "qwen2_5_vl", "vision_config": {"depth": 32}},
+        {"model_type": "gemma3", "text_config": {}, "vision_config": {"hidden_size": 32}},
     ],
 )
 def test_text_model_is_accepted(there: list[str], tmp_path: Path, fields: object) -> None:

@@ -61,6 +61,16 @@ _QWEN3_VL: Mapping[str, object] = MappingProxyType(
         "vision_config": {**_QWEN3_ENCODER, "deepstack_visual_indexes": [0]},
     }
 )
+_GEMMA3: Mapping[str, object] = MappingProxyType(
+    {
+        "sliding_window": 6,
+        "num_key_value_heads": 2,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        "num_hidden_layers": 6,
+        "tie_word_embeddings": True,
+    }
+)
 
 _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
     "gpt_oss": {
@@ -81,14 +91,7 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "final_logit_softcapping": 3.0,
         "tie_word_embeddings": True,
     },
-    "gemma3_text": {
-        "sliding_window": 6,
-        "num_key_value_heads": 2,
-        "query_pre_attn_scalar": 8,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 6,
-        "tie_word_embeddings": True,
-    },
+    "gemma3_text": _GEMMA3,
     "glm4_moe": {**_EXPERTS, "num_key_value_heads": 2, "use_qk_norm": True},
     "deepseek_v3": {
         **_EXPERTS,
@@ -123,6 +126,19 @@ _ARCHITECTURES: Mapping[str, Mapping[str, object]] = {
         "chunk_size": 4,
     },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "gemma3": {
+        **_GEMMA3,
+        "vision_config": {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            # Two rows of two patches.
+            "num_attention_heads": 2,
+            "patch_size": 4,
+            "image_size": 8,
+            "vision_use_head": False,
+        },
+    },
     "qwen2_vl": {
         "num_key_value_heads": 2,
         "rope_parameters": _MIXED_ROPE,

@@ -197,7 +197,7 @@ def make_adapter(family: str) -> TinyAdapter:
     latent = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
     fields: dict[str, object] = {"target_modules": [*MOE_TARGET_MODULES, *linear, *latent]}
     if "vision_config" in FAMILIES[family].architecture:
-        fields["exclude_modules"] = r"model\.visual\..*"
+        fields["exclude_modules"] = r"model\.(?!language_model\.).*"
     return TinyAdapter(name=f"family-{family}", model=FAMILIES[family], fields=fields)
 
 

@@ -128,14 +128,15 @@ _TYPES = re.compile(
 
 
 TEXT_PART_TYPES = frozenset(
-    {"qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
+    {"gemma3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"}
 )
 """Types of config.json for models whose text part FSDPEngine trains.
 
 A copy of `VISION_LANGUAGE_TYPES`, because translations need no package of an engine.
 """
 _TEXT_PART_NAMES = re.compile(
-    r"qwen-?(2|2[._]5|3)[-_]?vl(?![a-z])|qwen-?3[._]5(?![\d.]*b)", re.IGNORECASE
+    r"qwen-?(2|2[._]5|3)[-_]?vl(?![a-z])|qwen-?3[._]5(?![\d.]*b)|gemma-?3-(4|12|27)b",
+    re.IGNORECASE,
 )
 
 
