@@ -10,6 +10,8 @@ import pytest
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.tiny_models import has_experts
 from temper_engine_api.conformance.results import ConformanceResult, ConformanceRun, Outcome
+from temper_engine_api.vision_language import VISION_LANGUAGE_TYPES
+from temper_engine_megatron.bridge_compat import TESTED_MODEL_TYPES
 from tools.family_table import (
     COLUMNS,
     PAGE,
@@ -24,6 +26,16 @@ from tools.family_table import (
     update_page,
 )
 from tools.steps import HYBRID_FAMILIES
+from tools.supported_models import (
+    CATALOGUE,
+    EXPORT_TEST,
+    LORA_TEST,
+    ROWS,
+    Records,
+    Row,
+    read_rows,
+    render_table,
+)
 
 OUTPUTS, GRADIENTS, *_ = COLUMNS
 NOTHING_IN_VLLM: dict[str, Any] = {"versions": {}, "families": {}}
@@ -57,7 +69,8 @@ def test_page_has_the_table_of_the_record() -> None:
 
 def test_page_with_another_number_than_the_record_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / RECORD).parent.mkdir(parents=True)
-    for record in (RECORD, VLLM_RECORD):
+    (tmp_path / CATALOGUE).parent.mkdir()
+    for record in (RECORD, VLLM_RECORD, ROWS, CATALOGUE):
         (tmp_path / record).write_text((ROOT / record).read_text())
     page = (ROOT / PAGE).read_text()
     (tmp_path / PAGE).write_text(
@@ -188,3 +201,48 @@ def test_families_of_other_layouts_or_versions_are_dropped(change: dict[str, Any
 def test_page_without_its_comments_is_refused() -> None:
     with pytest.raises(ValueError, match="the page needs the lines"):
         update_page("# A page\n", [], NOTHING_IN_VLLM)
+
+
+def test_first_table_has_one_row_for_each_tested_type() -> None:
+    types = [name for row in read_rows(ROOT) for name in row.types]
+    assert len(types) == len(set(types))
+    assert {*FAMILIES, *TESTED_MODEL_TYPES, *VISION_LANGUAGE_TYPES} <= set(types)
+
+
+def test_rows_of_families_whose_layers_have_a_state_exclude_sequence_parallelism() -> None:
+    hybrids = HYBRID_FAMILIES.split(" or ")
+    for row in read_rows(ROOT):
+        if any(hybrid in name for hybrid in hybrids for name in row.types):
+            assert row.fsdp == "without sequence parallelism"
+
+
+RECORDS = Records(
+    correct={"olmo", "cohere"},
+    passed={LORA_TEST: {"mixtral": {"fsdp"}}, EXPORT_TEST: {"mixtral": {"fsdp", "megatron"}}},
+    vllm={"mixtral": {"difference": 1e-6}, "cohere": {"error": "no kernel"}},
+)
+
+
+def test_first_table_shows_what_the_records_have() -> None:
+    rows = [
+        Row(name="A", types=["mixtral"], gpu=["fsdp"], gpu_page="p.md"),
+        Row(name="B", types=["olmo"], fsdp="with two ranks", megatron="slowly"),
+        Row(name="C", types=["jamba"], fsdp="sparse", gpu=["fsdp"], gpu_page="p.md"),
+    ]
+    assert list(render_table(rows, RECORDS))[2:] == [
+        "| A | yes | yes | FSDP | both | export | CPU, GPU ([FSDP](p.md)) |",
+        "| B | yes, with two ranks | slowly | - | - | not tested | CPU |",
+        "| C | no: sparse | no | - | - | - | - |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("types", "sentence"),
+    [
+        (["olmo", "jamba"], "supports some types of 'A' only"),
+        (["cohere"], "vLLM does not load a model of 'A'"),
+    ],
+)
+def test_row_that_the_records_do_not_support_is_refused(types: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        list(render_table([Row(name="A", types=types)], RECORDS))
