@@ -31,6 +31,7 @@ from temper_trainer.runtime.vllm_teacher import VllmTeacher
 from temper_trainer.types import FinishReason
 
 from .conftest import SMALL
+from .faults_for_tests import is_equal
 from .listeners_for_tests import Listeners
 from .listeners_for_tests import rows as listed
 
@@ -161,6 +162,11 @@ def version_of_vllm() -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
+def assert_equal(actual: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    """Compare two runs on vLLM, whose log-probs depend in their last bits on the batch."""
+    assert is_equal(drop_sizes(actual), drop_sizes(expected), mismatch_tolerance=1e-6)
+
+
 def drop_sizes(step_rows: list[dict[str, float]]) -> list[dict[str, float]]:
     return [
         {
@@ -243,7 +249,7 @@ def test_run_with_weight_deltas_has_the_metrics_of_one_with_full_weights(
     run(tmp_path / "full", *short_run)
     run(tmp_path / "delta", *short_run, "weight_sync.content=delta")
     actual, expected = rows(tmp_path / "delta"), rows(tmp_path / "full")
-    assert drop_sizes(actual) == drop_sizes(expected)
+    assert_equal(actual, expected)
     fractions = [row["weight_sync/sent_fraction"] for row in actual]
     assert 0 < min(fractions) <= max(fractions) < 0.5
     assert all(
@@ -282,7 +288,7 @@ def test_server_killed_in_a_step_loses_no_completion(
         f"weight_sync.content={content}",
     )
     assert restarts == [0, 1, 1]
-    assert drop_sizes(rows(tmp_path / "killed")) == drop_sizes(rows(tmp_path / "whole"))
+    assert_equal(rows(tmp_path / "killed"), rows(tmp_path / "whole"))
 
 
 @pytest.mark.parametrize("moment", ["sampling", "sending"])
