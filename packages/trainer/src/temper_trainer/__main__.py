@@ -36,8 +36,8 @@ from temper_trainer.config_loading.secrets import redact_override
 from temper_trainer.config_loading.sizes import describe_sizes
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
+    list_run_starts,
     read_latest_rows,
-    read_starts,
     record_start,
 )
 from temper_trainer.redaction import (
@@ -399,7 +399,8 @@ def _describe_end(directory: Path, *, seconds: float, has_report: bool) -> str:
     """Return a run's last line: its duration and result, the report and the model."""
     from temper_trainer.metrics.headline import describe_result, format_duration  # slow
 
-    result = describe_result(read_latest_rows(directory / METRICS_FILE))
+    rows = read_latest_rows(directory / METRICS_FILE)
+    result = describe_result(rows)
     paths = {
         name: directory / file
         for name, file in (("report", "report.html"), ("model", "huggingface"))
@@ -407,7 +408,7 @@ def _describe_end(directory: Path, *, seconds: float, has_report: bool) -> str:
     }
     parts = [result or f"results in {directory}", *(f"{k} {path}" for k, path in paths.items())]
     duration = format_duration(seconds)
-    starts = read_starts(directory)
+    starts = list_run_starts(directory, rows)
     if len(starts) > 1:
         since_first_s = time.time() - float(str(starts[0]["time_s"]))
         duration += f" ({format_duration(since_first_s)} since the first start)"

@@ -254,11 +254,12 @@ def describe_write_error(folder: Path, error: OSError) -> str:
     if isinstance(error, FileExistsError | NotADirectoryError):
         obstacle = next((path for path in (folder, *folder.parents) if path.is_file()), folder)
         return f"run.dir is {folder}, but {obstacle} is a file: choose another run.dir."
-    remedy = (
-        "Free space, or choose a folder on another disk."
-        if error.errno in NO_SPACE
-        else "Choose a folder with write permission."
-    )
+    if error.errno in NO_SPACE:
+        remedy = "Free space, or choose a folder on another disk."
+    elif error.errno == errno.ENAMETOOLONG:
+        remedy = "Choose a shorter name."
+    else:
+        remedy = "Choose a folder with write permission."
     return f"run.dir {folder} cannot be written: {error.strerror}. {remedy}"
 
 

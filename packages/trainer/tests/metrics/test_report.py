@@ -10,7 +10,7 @@ from rich.console import Console
 
 from temper_trainer.config_loading import load, write_resolved
 from temper_trainer.metrics.report import write_report
-from temper_trainer.metrics.run_files import read_last_lines, read_rows, record_start
+from temper_trainer.metrics.run_files import read_last_lines, record_start
 from temper_trainer.metrics.run_log import RunLog, SampleRow
 
 
@@ -141,12 +141,14 @@ def test_report_begins_with_result_command_and_duration(page: tuple[Path, str]) 
 
 def test_report_of_a_resumed_run_has_both_durations(page: tuple[Path, str]) -> None:
     folder, _ = page
-    last_s = max(each.time_s for each in read_rows(folder / "metrics.jsonl"))
-    starts = folder / "starts.jsonl"
-    fields = json.loads(starts.read_text())
-    starts.write_text(
-        "".join(json.dumps({**fields, "time_s": last_s - before}) + "\n" for before in (190, 68))
-    )
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last_s = rows[-1]["time_s"]
+    rows[0]["time_s"] = last_s - 100
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    fields = json.loads((folder / "starts.jsonl").read_text())
+    # The earliest start has failed before the first step.
+    starts = ({**fields, "time_s": last_s - before} for before in (500, 190, 68))
+    (folder / "starts.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in starts))
     path = write_report(folder)
     assert path is not None
     assert "3 min 10 s since the first start, 1 min 8 s since the last, until" in path.read_text()

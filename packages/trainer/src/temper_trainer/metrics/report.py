@@ -24,6 +24,7 @@ from temper_trainer.metrics.report_views import VIEW_STYLE, draw_rollouts, draw_
 from temper_trainer.metrics.run_files import (
     METRICS_FILE,
     Row,
+    list_run_starts,
     parse_line,
     read_last_lines,
     read_latest_rows,
@@ -122,7 +123,7 @@ def write_report(directory: Path) -> Path | None:
 
 def _render_summary(directory: Path, rows: Sequence[Row]) -> str:
     """Return a table of when and how the run was started, and how long it took."""
-    starts = read_starts(directory)
+    starts = list_run_starts(directory, rows)
     times = [row.time_s for row in rows]
     if starts:
         times.append(float(str(starts[0]["time_s"])))

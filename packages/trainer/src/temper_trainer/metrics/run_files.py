@@ -312,3 +312,11 @@ def read_starts(directory: Path) -> list[dict[str, object]]:
         ):
             starts.append(fields)
     return starts
+
+
+def list_run_starts(directory: Path, rows: Iterable[Row]) -> list[dict[str, object]]:
+    """Return the recorded starts in order, without those that failed before the first row."""
+    starts = read_starts(directory)
+    first_s = min((row.time_s for row in rows), default=math.inf)
+    num_before = sum(float(str(start["time_s"])) <= first_s for start in starts)
+    return starts[max(0, num_before - 1) :]

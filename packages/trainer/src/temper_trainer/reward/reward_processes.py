@@ -198,7 +198,7 @@ def call_as_driver(function: RewardFunctionConfig, item: Item, *, timeout_s: flo
     """Make one call as with reward.num_workers=0, but in a new process, which can be killed.
 
     The process makes the call in a thread and stops waiting after `timeout_s`. If it does not
-    answer soon after that, the call holds the GIL, and would block a run.
+    answer soon after that, the call holds the GIL, which would end a run.
 
     Raises:
         WorkerStartError: If the process does not start.
@@ -213,9 +213,9 @@ def call_as_driver(function: RewardFunctionConfig, item: Item, *, timeout_s: flo
         outcome = make_timeout_outcome(item, timeout_s=timeout_s)
         return replace(
             outcome,
-            message=f"{outcome.message}. It never released Python's global lock (GIL), so a run "
-            "would hang: correct the function, or set reward.num_workers=1, which calls it in a "
-            "process that is killed after reward.timeout_s",
+            message=f"{outcome.message}. It never released Python's global lock (GIL), which ends "
+            "a run: correct the function, or set reward.num_workers=1, which calls it in a process "
+            "that is killed after reward.timeout_s",
         )
     except (EOFError, ConnectionError):
         message = (

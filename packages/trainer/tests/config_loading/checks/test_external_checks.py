@@ -344,7 +344,7 @@ def test_run_folder_with_a_name_that_is_too_long_is_refused(
     there: list[str], tmp_path: Path
 ) -> None:
     text = refusal([*there, f"run.dir={tmp_path}/{'x' * 300}"])
-    assert "cannot be written: File name too long." in text
+    assert "cannot be written: File name too long. Choose a shorter name." in text
 
 
 def test_check_leaves_nothing_where_the_run_folder_will_be(
