@@ -11,6 +11,7 @@ from pathlib import Path
 ROWS = '{"problem": "1 + 1?", "solution": "#### 2"}\n' * 4
 
 REWARDS = """
+import re
 import time
 
 def ok(prompt, text):
@@ -21,6 +22,9 @@ def one_argument(text):
 
 def hang(prompt, text):
     time.sleep(3600)
+
+def backtrack(prompt, text):
+    re.match(r"(a+)+$", "a" * 60 + "b")  # takes years, and keeps the GIL
 
 def leave(prompt, text):
     raise SystemExit(1)
@@ -478,6 +482,20 @@ REWARD_CASES = (
         arguments=("reward.function=my_rewards:hang", "reward.timeout_s=3", "reward.num_workers=1"),
         expects="took longer than reward.timeout_s = 3",
         before="not over after 90 s, no line",
+    ),
+    Case(
+        name="reward that holds the GIL",
+        arguments=("reward.function=my_rewards:backtrack", "reward.timeout_s=3"),
+        expects="It never released Python's global lock (GIL)",
+        before="not over after 9 min",
+    ),
+    Case(
+        name="reward that holds the GIL, run",
+        mode="",
+        exit_code=1,
+        arguments=("reward.function=my_rewards:backtrack", "reward.timeout_s=3"),
+        expects="has held Python's global lock (GIL) for 6 s",
+        before="not over after 9 min, no line",
     ),
 )
 
