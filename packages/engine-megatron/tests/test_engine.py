@@ -157,6 +157,12 @@ LATENT = {
     [
         {"model_type": "gpt_oss", "num_local_experts": 4, "rope_parameters": YARN, **EXPERTS},
         {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+        # Half of the dimensions of a head rotate, and only these have the factor.
+        {
+            **LATENT,
+            "model_type": "glm4_moe",
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+        },
         # Only an extended context changes the scale.
         {**LATENT, "rope_parameters": {**YARN, "rope_type": "default", "mscale_all_dim": 0.5}},
         {
@@ -171,7 +177,7 @@ LATENT = {
             },
         },
     ],
-    ids=["gpt_oss", "deepseek_v3", "deepseek_v3-not-extended", "gemma3_text"],
+    ids=["gpt_oss", "deepseek_v3", "glm4_moe", "deepseek_v3-not-extended", "gemma3_text"],
 )
 def test_extended_context_has_the_gradients_of_transformers(config, start, batch, fields):
     model = ModelSpec(

@@ -95,6 +95,7 @@ class PackedAttention(MegatronModule):
         self._scale = softmax_scale
         # `transformer_settings` has one window per layer; Megatron counts layers from 1.
         self._window: int | None = config.layer_windows[layer_number - 1]
+        self._rotary_scale: tuple[int, float] | None = config.rotary_scale
         self.softmax_offset: nn.Parameter | None = None
         if config.softmax_type == "learnable":
             num_heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -116,9 +117,16 @@ class PackedAttention(MegatronModule):
         Returns:
             [S, R, H V].
         """
+        if self._rotary_scale is not None:
+            query, key = (_scale_rotated(x, *self._rotary_scale) for x in (query, key))
         key, value = (gather_sequence(x, self._group) for x in (key, value))
         scores = Scores(scale=self._scale, window=self._window, sinks=self.softmax_offset)
         return compute_attention(query, key, value, packed_seq_params, scores=scores).flatten(2)
+
+
+def _scale_rotated(x: Tensor, num_rotated: int, scale: float) -> Tensor:
+    """Multiply the rotated dimensions of queries or keys, which are the first."""
+    return torch.cat([x[..., :num_rotated] * scale, x[..., num_rotated:]], dim=-1)
 
 
 class PostNormLayer(TransformerLayer):

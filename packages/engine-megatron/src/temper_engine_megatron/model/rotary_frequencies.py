@@ -68,11 +68,10 @@ def _compute_kind(
     frequencies, scale = ROPE_INIT_FUNCTIONS[rope_type](
         hf_config, torch.device("cpu"), **layer_type
     )
-    is_supported = scale == 1.0 or rope.get("partial_rotary_factor", 1.0) == 1.0
-    if not is_supported or rope_type in ("dynamic", "longrope"):
+    if rope_type in ("dynamic", "longrope"):
         raise CapabilityError(
-            f"rope_type {rope_type!r} scales attention or depends on the sequence length, which "
-            "the Megatron engine does not support: use the FSDP engine."
+            f"rope_type {rope_type!r} depends on the length of a sequence, which the Megatron "
+            "engine does not support: use the FSDP engine."
         )
     return frequencies, scale
 

@@ -72,7 +72,7 @@ _FIXED_FIELDS: Mapping[str, object] = {
 OWN_FIELDS = frozenset(
     {
         *("layer_windows", "rotary_kinds", "has_post_norms", "embedding_scale", "stacks_experts"),
-        *("hf_config", "yarn_rotary_scaling_factor"),
+        *("hf_config", "yarn_rotary_scaling_factor", "rotary_scale"),
     }
 )
 """Attributes that this engine's layers need, and Megatron's class does not have."""
@@ -363,7 +363,7 @@ def _bias_router_fields(transformer_config: Any, hf_fields: Mapping[str, Any]) -
 
 def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> dict[str, object]:
     """Return windows, rotary embeddings and other fields that Megatron lacks or takes otherwise."""
-    _, rotary_scale = compute_rotary_frequencies(hf_config)
+    frequencies, rotary_scale = compute_rotary_frequencies(hf_config)
     # A Llama with sliding_window has full attention.
     hf_fields = read_declared_fields(hf_config)
     num_layers = transformer_config.num_layers
@@ -393,11 +393,16 @@ def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> d
         "position_embedding_type": "rope",
         # Megatron's attention would multiply with a factor of its own.
         "yarn_rotary_scaling_factor": 1.0,
+        "rotary_scale": None,
     }
     if rotary_scale != 1.0 and not transformer_config.multi_latent_attention:
-        # Queries and keys have the factor each, in all of their dimensions.
-        scale = transformer_config.softmax_scale or transformer_config.kv_channels**-0.5
-        fields["softmax_scale"] = scale * rotary_scale**2
+        num_rotated = 2 * frequencies.shape[-1]
+        if num_rotated < transformer_config.kv_channels:
+            fields["rotary_scale"] = (num_rotated, rotary_scale)
+        else:
+            # Queries and keys have the factor each, in all of their dimensions.
+            scale = transformer_config.softmax_scale or transformer_config.kv_channels**-0.5
+            fields["softmax_scale"] = scale * rotary_scale**2
     return fields
 
 
