@@ -125,25 +125,27 @@ def test_file_has_the_bytes_that_were_put(size: int, is_compared: bool, tmp_path
     assert record.checksum == f"blake3:{blake3(content).hexdigest()}"
 
 
+@pytest.mark.parametrize("is_compared", [False, True])
 def test_file_is_written_where_direct_writes_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_compared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Half a page: no file system takes direct writes of memory that begins there.
     monkeypatch.setattr(hashed_files, "_BUFFER_BYTES", 777)
-    with HashingWriter(tmp_path / "f") as writer:
+    with HashingWriter(tmp_path / "f", is_compared=is_compared) as writer:
         writer.put(bytes(range(250)) * 100)
     assert (tmp_path / "f").read_bytes() == bytes(range(250)) * 100
 
 
+@pytest.mark.parametrize("is_compared", [False, True])
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
 def test_file_is_written_on_a_file_system_without_direct_writes(
-    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, is_compared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(descriptor: int, command: int, argument: int = 0) -> int:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
-    with HashingWriter(tmp_path / "f") as writer:
+    with HashingWriter(tmp_path / "f", is_compared=is_compared) as writer:
         writer.put(b"abc")
     assert (tmp_path / "f").read_bytes() == b"abc"
 
