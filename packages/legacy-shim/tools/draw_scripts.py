@@ -2,22 +2,26 @@
 
     python packages/legacy-shim/tools/draw_scripts.py CLONES
     python packages/legacy-shim/tools/draw_scripts.py CLONES --scripts OUT
+    python packages/legacy-shim/tools/draw_scripts.py CLONES --python OUT
 
 CLONES has a clone, bare or not, of each repository under ``OWNER+NAME``. The first form draws from
 ``drawn_repositories.txt`` and writes ``drawn_scripts.tsv``: repository, commit, path and SHA-1 of
 each script. The second one writes the scripts of that table to OUT without drawing again, with the
 YAML files and the other shell scripts of their repositories, which they may refer to. None of them
 belongs into this repository. The nightly test ``tests/scripts/test_drawn_scripts.py`` reads
-``$TEMPER_TEST_DATA/legacy/drawn``, so let OUT be that.
+``$TEMPER_TEST_DATA/legacy/drawn``, so let OUT be that. The third form writes Python files of these
+repositories that import verl, for ``temper-migrate imports OUT --json``.
 
 The draw: repositories of the list are shuffled with the seed. One that cannot be cloned is left
 out. A repository's scripts are those that name an old trainer, without copies of verl's own files
 at any commit, and without those of the repositories before it. At most ``PER_REPOSITORY`` are drawn
-from each, until there are ``SCRIPTS`` from at least ``REPOSITORIES``.
+from each, until there are ``SCRIPTS`` from at least ``REPOSITORIES``. Python files are drawn with
+the same seed, as many from each repository, and none of the folders that ``COPIED`` matches.
 """
 
 import argparse
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -31,6 +35,9 @@ FRAME = Path(__file__).with_name("drawn_repositories.txt")
 DRAWN = Path(__file__).with_name("drawn_scripts.tsv")
 UPSTREAM = ("volcengine/verl", "verl-project/verl", "verl-project/verl-recipe")
 """Their own scripts are in the sample invocations already."""
+COPIED = re.compile(r"(^|/)(verl|recipe|tests)(\W[^/]*)?/")
+"""Folders that forks copy from verl and edit, also under a name such as ``verl - copy``."""
+IMPORTS = re.compile(rb"^\s*(from|import)\s+verl\b", re.MULTILINE)
 
 Row = tuple[str, str, str, str]
 
@@ -47,9 +54,18 @@ def main() -> None:
         metavar="OUT",
         help="write the drawn scripts there; OUT must not exist",
     )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        metavar="OUT",
+        help="write drawn Python files there; OUT must not exist",
+    )
     options = parser.parse_args()
     if options.scripts:
         write_scripts(options.clones, options.scripts)
+    if options.python:
+        write_python(options.clones, options.python)
+    if options.scripts or options.python:
         return
     rows = list(draw(options.clones))
     lines = ["\t".join(row) for row in [("repository", "commit", "path", "sha1"), *rows]]
@@ -63,7 +79,7 @@ def draw(clones: Path) -> Iterator[Row]:
     Raises:
         SystemExit: the clones do not have enough scripts.
     """
-    seen = {blob for name in UPSTREAM for blob in _all_blobs(_clone(clones, name))}
+    seen = _upstream_blobs(clones)
     used = {line.split("\t")[0] for line in TABLE.read_text().splitlines()[1:]}
     names = [line for line in FRAME.read_text().split() if line not in used]
     generator = random.Random(SEED)
@@ -90,19 +106,45 @@ def draw(clones: Path) -> Iterator[Row]:
 
 def write_scripts(clones: Path, out: Path) -> None:
     """Write the shell scripts and YAML files of each drawn repository below a folder of its own."""
-    commits = dict(line.split("\t")[:2] for line in DRAWN.read_text().splitlines()[1:])
-    for name, commit in commits.items():
+    for name, commit in _drawn_commits().items():
         clone = _clone(clones, name)
         for path, blob in _files(clone, commit, (*ENDINGS, ".yaml", ".yml")):
-            target = out / clone.name / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            content = _content(clone, blob)
-            if content is not None:
-                target.write_bytes(content)
+            _write(out / clone.name / path, _content(clone, blob))
+
+
+def write_python(clones: Path, out: Path) -> None:
+    """Draw Python files that import verl, and write them below a folder for each repository."""
+    seen = _upstream_blobs(clones)
+    generator = random.Random(SEED)
+    for name, commit in _drawn_commits().items():
+        clone = _clone(clones, name)
+        own = {}
+        for path, blob in _files(clone, commit, (".py",)):
+            if blob not in seen and not COPIED.search(path):
+                content = _content(clone, blob)
+                if content is not None and IMPORTS.search(content):
+                    own[path] = content
+                    seen.add(blob)
+        for path in generator.sample(sorted(own), min(PER_REPOSITORY, len(own))):
+            _write(out / clone.name / path, own[path])
+
+
+def _drawn_commits() -> dict[str, str]:
+    return dict(line.split("\t")[:2] for line in DRAWN.read_text().splitlines()[1:])
+
+
+def _write(path: Path, content: bytes | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if content is not None:
+        path.write_bytes(content)
 
 
 def _clone(clones: Path, name: str) -> Path:
     return clones / name.replace("/", "+")
+
+
+def _upstream_blobs(clones: Path) -> set[str]:
+    return {blob for name in UPSTREAM for blob in _all_blobs(_clone(clones, name))}
 
 
 def _all_blobs(clone: Path) -> set[str]:
