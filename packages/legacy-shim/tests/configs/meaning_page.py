@@ -23,7 +23,7 @@ without a reason.
 * Runs of `verl.trainer.main_ppo` are compared if their values do not depend on the shell's
   environment, and the translation needs no decision.
 * `test_meaning_of_rewards.py` compares the rewards of the same runs: what scores a completion, and
-  the penalty of long completions. All 572 runs are equal. `test_meaning_of_sft.py` compares
+  the penalty of long completions. All runs are equal. `test_meaning_of_sft.py` compares
   supervised fine-tuning and generation. The evaluation of finished completions is always a
   question.
 """
