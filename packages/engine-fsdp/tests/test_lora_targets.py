@@ -223,9 +223,22 @@ def test_dropout_and_dora_are_refused_where_peft_has_none(
     config: FSDPConfig, folder: Path, start: Start, fields: dict[str, object], sentence: str
 ) -> None:
     model, lora = model_of("deepseek_v3", folder), replace(LORA, **fields)  # type: ignore[arg-type]
+    refused = replace(config, model=model, lora=lora)
     with pytest.raises(ConfigError, match=sentence):
-        FSDPEngine(replace(config, model=model, lora=lora)).init_model()
+        FSDPEngine.check_model(refused)
+    with pytest.raises(ConfigError, match=sentence):
+        FSDPEngine(refused).init_model()
     start(model=model, lora=replace(lora, exclude_modules=("gate_proj", "up_proj", "down_proj")))
+
+
+def test_name_that_only_matrices_inside_experts_have_is_refused_with_where_to_name_them(
+    config: FSDPConfig, folder: Path
+) -> None:
+    lora = replace(LORA, target_modules=("q_proj", "gate_proj"))
+    with pytest.raises(
+        ConfigError, match=r"names gate_proj, but no layer .* in lora.target_parameters: mlp\.exp"
+    ):
+        FSDPEngine.check_model(replace(config, model=model_of("qwen3_moe", folder), lora=lora))
 
 
 def test_saved_adapter_that_peft_would_put_on_experts_is_refused(

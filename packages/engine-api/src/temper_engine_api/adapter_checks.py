@@ -131,9 +131,15 @@ def check_target_names(spec: LoraSpec, *, module_names: Collection[str]) -> None
         if unmatched:
             last_parts = {name.rpartition(".")[2] for name in module_names}
             known = sorted(part for part in last_parts if part and not part.isdecimal())
+            advice = (
+                " Matrices inside experts are named in lora.target_parameters: "
+                "mlp.experts.gate_up_proj and mlp.experts.down_proj."
+                if key == "target_modules" and "experts" in last_parts
+                else ""
+            )
             raise ConfigError(
                 f"lora.{key} names {', '.join(unmatched)}, but no layer of this model has that "
-                f"name: remove it, or use another of {', '.join(known)}."
+                f"name: remove it, or use another of {', '.join(known)}.{advice}"
             )
 
 

@@ -1,7 +1,7 @@
 """The components of an engine, and how they are built from its config."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -304,15 +304,14 @@ def check_model(config: FSDPConfig) -> None:
     if not config.lora.is_enabled:
         return
     lora_adapter = _import_lora_adapter()
-    # PEFT computes DoRA's magnitudes from the base weights, which have no values on the meta
-    # device. Its modules are those of an adapter without DoRA.
-    lora = replace(config.lora, dora=False)
+    lora = config.lora
     if lora.path is not None and lora_adapter.requires_loaded_weights(lora, model=config.model):
         # PEFT would compute with the base weights here, too, so only the names are checked.
         names = [name for name, _ in hf.named_modules()]
         adapter_checks.check_target_names(lora, module_names=names)
     else:
-        lora_adapter.attach_adapter(hf, spec=lora, model=config.model)
+        # The weights have no values on the meta device.
+        lora_adapter.attach_adapter(hf, spec=lora, model=config.model, computes_magnitudes=False)
 
 
 def _build_hf(

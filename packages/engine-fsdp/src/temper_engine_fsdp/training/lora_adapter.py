@@ -215,8 +215,21 @@ class LoraAdapter:
         self.has_replaced_base = has_weights
 
 
-def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpec) -> LoraAdapter:
+def attach_adapter(
+    hf_model: PreTrainedModel,
+    *,
+    spec: LoraSpec,
+    model: ModelSpec,
+    computes_magnitudes: bool = True,
+) -> LoraAdapter:
     """Add an adapter to the model, new or from a directory; freeze all other parameters.
+
+    Args:
+        hf_model: Model without an adapter.
+        spec: Adapter settings.
+        model: Model settings.
+        computes_magnitudes: False leaves out DoRA's magnitudes, which PEFT computes from the base
+            weights. A check of a model without values does so.
 
     Raises:
         ConfigError: If no module matches, or if one matches that cannot have an adapter.
@@ -239,6 +252,8 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
     if spec.path is not None:
         target_linears_as_modules(config, hf_model)
     expert_targets = tuple(config.target_parameters or ())
+    uses_dora = config.use_dora
+    config.use_dora = uses_dora and computes_magnitudes
     head = hf_model.get_output_embeddings()
     # Every rank draws the same values; the streams of the process stay as they were.
     with fork_rng(model.seed), warnings.catch_warnings(), keep_target_names():
@@ -258,6 +273,7 @@ def attach_adapter(hf_model: PreTrainedModel, *, spec: LoraSpec, model: ModelSpe
         _initialize(hf_model, seed=model.seed)
     _refuse_unsupported(hf_model, head=head)
     _check_target_parameters(hf_model, requested=expert_targets)
+    config.use_dora = uses_dora
     config.target_parameters = set(parameter_targets) or None
     # Save names instead of "all-linear", which other loaders may resolve differently.
     config.target_modules = (

@@ -114,7 +114,10 @@ class AdapterPlan:
         requested = self.config.target_modules
         if requested == "all-linear":
             targets = tuple(name for name in modules if not _is_excluded(self.config, name))
-            _check_no_gates(self.config, other_modules, modules=modules)
+            _check_no_gates(
+                [name for name in other_modules if not _is_excluded(self.config, name)],
+                modules=modules,
+            )
         else:
             targets = tuple(
                 name
@@ -122,6 +125,7 @@ class AdapterPlan:
                 if _is_matched(self.config, name) or self._names_weight(name)
             )
             wrong = [name for name in other_modules if _is_matched(self.config, name)]
+            _check_no_gates(wrong, modules=modules)
             if wrong:
                 raise ConfigError(
                     f"lora.target_modules matches {wrong[0]}, which cannot be adapted: the "
@@ -384,16 +388,16 @@ def _check_no_expert_modules(
         )
 
 
-def _check_no_gates(
-    config: LoraConfig, other_modules: tuple[str, ...], *, modules: tuple[str, ...]
-) -> None:
-    """Reject all-linear with gates of shared experts, which are no linear layers in Megatron."""
-    for name in other_modules:
-        if _last_part(name) == SHARED_EXPERT_GATE and not _is_excluded(config, name):
+def _check_no_gates(matched: list[str], *, modules: tuple[str, ...]) -> None:
+    """Reject gates of shared experts, which are no linear layers in Megatron."""
+    for name in matched:
+        if _last_part(name) == SHARED_EXPERT_GATE:
             raise ConfigError(
-                f"lora.target_modules 'all-linear' includes {name}, for which the Megatron engine "
-                f"has no adapter: name {SHARED_EXPERT_GATE} in lora.exclude_modules, or use some "
-                f"of {format_targets(_last_parts(modules))} in lora.target_modules."
+                f"lora.target_modules includes {name}, which is a parameter and no linear layer in "
+                f"Megatron, so it cannot be adapted: name {SHARED_EXPERT_GATE} in "
+                "lora.exclude_modules, use some of "
+                f"{format_targets(_last_parts(modules))} in lora.target_modules, or use the FSDP "
+                "engine."
             )
 
 
