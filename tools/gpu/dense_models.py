@@ -84,6 +84,8 @@ ONE_GPU = (
     "1.7B/64k/megatron+recompute",
     "0.6B/64k/megatron+recompute",
     "4B/64k/megatron+recompute",
+    "4B/64k/plain+recompute",
+    "4B/64k/engine+recompute",
 )
 """Rows on one GPU, most important first."""
 TWO_GPUS = (
