@@ -272,12 +272,16 @@ def _check_without_run(loaded: LoadedConfig) -> None:
     from temper_trainer.config_loading.checks.external_checks import check_libraries, check_models
     from temper_trainer.config_loading.checks.first_rows import check_first_rows
     from temper_trainer.config_loading.checks.reward_calls_check import check_reward_calls
-    from temper_trainer.config_loading.checks.settings_warnings import warn_about_judges
+    from temper_trainer.config_loading.checks.settings_warnings import (
+        warn_about_judges,
+        warn_about_remote_files,
+    )
 
     check_models(loaded)
     check_first_rows(loaded.config)
     check_reward_calls(loaded.config)
     warn_about_judges(loaded.config)
+    warn_about_remote_files(loaded.config)
     placement = [f"  {line}" for line in describe_plan(loaded.config)]
     print(
         "\n  ".join(

@@ -57,6 +57,14 @@ def scorer(request: pytest.FixtureRequest) -> Iterator[Scorer]:
             yield opened
 
 
+@pytest.mark.parametrize("value", [1e308, -1e39, 10**400], ids=["float", "negative", "int"])
+def test_reward_that_float32_cannot_hold_is_a_failure(value: float) -> None:
+    (item,) = items("text")
+    outcome = RewardCall(function=lambda *_: value, arguments={})(item)
+    assert outcome.reward is None
+    assert "but a reward is a finite number of at most 3.4e38 (prompt 0, file:0)" in outcome.message
+
+
 def test_rewards_come_in_the_order_of_the_items(scorer: Scorer) -> None:
     scores = scorer.score(items(*(str(i) for i in range(100))))
     assert [score.reward for score in scores] == [i + 0.5 for i in range(100)]

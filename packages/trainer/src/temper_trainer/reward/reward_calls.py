@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 BLOCKED_AFTER_S = 3.0
 """Time after reward.timeout_s when a call that still runs must be one that holds the GIL."""
 
+_MAX_REWARD = 3.4e38
+"""Largest size of a reward, because advantages are float32."""
+
 Item = tuple[Prompt, str]
 """A prompt and a completion's text."""
 
@@ -117,13 +120,20 @@ class RewardCall:
                 message=f"{reason} (prompt {prompt.prompt_id}, {prompt.location})",
                 trace=_format_trace(error),
             )
-        if not isinstance(value, numbers.Real) or not math.isfinite(value):
-            message = (
-                f"returned {value!r:.80} ({type(value).__name__}), but a reward is a finite number"
-            )
-            message += f" (prompt {prompt.prompt_id}, {prompt.location})"
-            return Outcome(kind=FailureKind.NOT_FINITE, message=message)
-        return Outcome(reward=float(value))
+        reward = math.nan
+        if isinstance(value, numbers.Real):
+            try:
+                reward = float(value)
+            except OverflowError:  # an integer beyond float64
+                reward = math.inf
+        if abs(reward) <= _MAX_REWARD:
+            return Outcome(reward=reward)
+        limit = "" if math.isnan(reward) else " of at most 3.4e38"
+        message = (
+            f"returned {value!r:.80} ({type(value).__name__}), but a reward is a finite number"
+            f"{limit} (prompt {prompt.prompt_id}, {prompt.location})"
+        )
+        return Outcome(kind=FailureKind.NOT_FINITE, message=message)
 
 
 def _format_trace(error: BaseException) -> str:

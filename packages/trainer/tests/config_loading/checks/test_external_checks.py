@@ -104,6 +104,14 @@ def test_urls_are_not_checked_before_the_run(there: list[str]) -> None:
     check_external_objects(load([*there, "data.eval.paths=['s3://bucket/test.jsonl']"]).config)
 
 
+def test_file_of_a_model_is_no_model(there: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    assert refusal([*there, f"actor.engine.model.path={file}"]).startswith(
+        f"actor.engine.model.path is {file}, which is a file: give its folder, {tmp_path}."
+    )
+
+
 def test_directory_without_a_model_is_named(there: list[str], tmp_path: Path) -> None:
     text = refusal([*there, f"actor.engine.model.path={tmp_path}"])
     assert text.startswith(

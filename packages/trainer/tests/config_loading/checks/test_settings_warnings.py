@@ -12,6 +12,7 @@ from temper_trainer.config_loading import load
 from temper_trainer.config_loading.checks.external_checks import check_external_objects
 from temper_trainer.config_loading.checks.settings_warnings import (
     warn_about_aggregation,
+    warn_about_remote_files,
     warn_about_settings,
 )
 from temper_trainer.data.rows import DataError
@@ -215,3 +216,14 @@ def test_epoch_of_less_than_a_step_is_refused_in_the_words_of_the_run(settings: 
         with_run_length(config, num_problems=20)
     assert str(of_check.value) == str(of_run.value)
     assert "run.total_epochs is 3, but the data has 20 problems" in str(of_run.value)
+
+
+def test_check_says_that_it_does_not_read_a_remote_file(
+    settings: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_about_remote_files(load(settings).config)
+    assert not caplog.messages
+    remote = "data.train.paths=['s3://bucket/rows.jsonl']"
+    warn_about_remote_files(load([*settings[:-2], f"+{remote}"]).config)
+    (message,) = caplog.messages
+    assert message.startswith("data.train.paths names s3://bucket/rows.jsonl, which --check does")

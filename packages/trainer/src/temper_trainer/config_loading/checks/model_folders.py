@@ -208,6 +208,8 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
     if model.path is None:
         return _describe_unknown_type(f"{key}.architecture.model_type", model.architecture)
     path, folder = model.path, Path(model.path)
+    if folder.is_file():
+        return f"{key}.path is {path}, which is a file: give its folder, {folder.parent}."
     if not _is_model(path):
         remedy = "correct the path, or put the model there first."
         if _is_model(f"{path}/huggingface"):

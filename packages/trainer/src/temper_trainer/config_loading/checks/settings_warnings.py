@@ -9,7 +9,11 @@ from temper_trainer.config.data import FileSource
 from temper_trainer.config.environment import BUILT_IN_ENVIRONMENTS, load_environment_class
 from temper_trainer.config.run import INFERENCE_TASKS
 from temper_trainer.config.trainer_config import TrainerConfig
-from temper_trainer.config_loading.checks.data_files import count_training_rows, read_first_rows
+from temper_trainer.config_loading.checks.data_files import (
+    count_training_rows,
+    is_remote,
+    read_first_rows,
+)
 from temper_trainer.reward.judge_endpoint import warn_if_unreachable
 from temper_trainer.reward.registry import find_rewards, iterate_selected_rewards
 from temper_trainer.settings.variants import Custom
@@ -43,6 +47,19 @@ def warn_about_judges(config: TrainerConfig) -> None:
     for name in find_rewards(config.reward, iterate_selected_rewards(config.data, config.reward)):
         if name in config.reward.judges:
             warn_if_unreachable(config.reward.judges[name], name=name)
+
+
+def warn_about_remote_files(config: TrainerConfig) -> None:
+    """Log a warning for each data file on a remote host, which only a run reads."""
+    for name, source in config.sources.items():
+        for path in source.paths if isinstance(source, FileSource) else ():
+            if is_remote(path):
+                logger.warning(
+                    "%s.paths names %s, which --check does not read: the run fails at its start if "
+                    "it cannot be read, or if a row is wrong",
+                    name,
+                    path,
+                )
 
 
 def warn_about_settings(config: TrainerConfig) -> None:
