@@ -25,9 +25,11 @@ from temper_engine_api.conformance.harness.tolerances import (
     LOSS,
     assert_all_close,
     assert_close,
+    get_family_gradient,
 )
+from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
-from temper_engine_api.conformance.inputs.tiny_models import EXPERTS, QWEN2_GROUPED
+from temper_engine_api.conformance.inputs.tiny_models import EXPERTS, QWEN2_GROUPED, TinyModel
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
 from temper_engine_api.conformance.oracle.oracle_comparison import check_replayed_mismatch
 from temper_engine_api.engine import BaseEngine
@@ -96,11 +98,13 @@ def test_expert_loads_are_those_of_all_ranks(
             assert_close(actual[name], expected[name], LOSS, quantity=name)
 
 
-def prescribe_experts(oracle: OracleCache) -> SequenceBatch:
+def prescribe_experts(
+    oracle: OracleCache, *, model: TinyModel = QWEN2_GROUPED, num_layers: int = 4
+) -> SequenceBatch:
     """Return a batch that prescribes random experts for each token but a sequence's last one."""
-    batch = oracle.get_batch()
+    batch = oracle.get_batch(model=model)
     draw = torch.Generator().manual_seed(3)
-    num_layers, num_experts, num_chosen = 4, EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
+    num_experts, num_chosen = EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"]
     noise = torch.rand(batch.num_tokens, num_layers, int(str(num_experts)), generator=draw)
     experts = noise.topk(int(str(num_chosen))).indices.to(torch.int16)
     experts[batch.sequence_starts[1:].long() - 1] = -1
@@ -191,6 +195,34 @@ def test_gradient_with_replayed_experts_matches_transformers(
             measure_update, setup=setup, objective=ClippedPpoProbe(), batch=batch, split=split
         )
         assert_all_close(updates[0].gradients, expected.gradients, GRADIENT, quantity="gradient")
+
+
+@pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
+def test_gradient_with_replayed_experts_of_sigmoid_routers_matches_transformers(
+    engine_under_test: EngineUnderTest, dense_oracle: OracleCache
+) -> None:
+    """Gates of prescribed experts are normalized sigmoids in DeepSeek-V3, without the biases.
+
+    Its router chooses groups of experts first, which prescribed experts need not follow.
+    """
+    model = FAMILIES["deepseek_v3"]
+    setup = dense_oracle.make_setup(model, compute="fp32")
+    # The first of four layers is dense.
+    batch = prescribe_experts(dense_oracle, model=model, num_layers=3)
+    expected = dense_oracle.get_update(setup, ClippedPpoProbe(), batch)
+    updates = engine_under_test.run(
+        measure_update,
+        setup=setup,
+        objective=ClippedPpoProbe(),
+        batch=batch,
+        split=FIVE_MICRO_BATCHES,
+    )
+    assert_all_close(
+        updates[0].gradients,
+        expected.gradients,
+        get_family_gradient("deepseek_v3"),
+        quantity="gradient",
+    )
 
 
 @pytest.mark.if_claimed(Capability.ROUTING_REPLAY)
