@@ -10,8 +10,11 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_WATCHER = 'read -r _; kill -s KILL -- "-$0"'
-"""Shell program that kills a process group when its standard input is closed."""
+_WATCHER = 'read -r _; { kill -s KILL -- "-$0" || kill -s KILL "$0"; } 2> /dev/null'
+"""Shell program that kills a process group when its standard input is closed.
+
+While there is no such group, it kills the process that will create it.
+"""
 
 
 @contextmanager
