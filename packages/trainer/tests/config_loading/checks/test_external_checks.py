@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -957,6 +958,56 @@ def test_saved_adapter_is_served_with_its_own_rank(there: list[str], tmp_path: P
     assert f"actor.engine.lora.path {adapter} has DoRA" in refusal([*there, *servers])
 
 
+MATRICES = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts", "sentence"),
+    [
+        ("qwen3_moe", MATRICES, "which vLLM loads for gpt_oss, qwen3_5_moe and qwen3_vl_moe only"),
+        ("gpt_oss", MATRICES[1:], "but vLLM needs both gate_up_proj and down_proj of experts"),
+        ("gpt_oss", MATRICES, None),
+    ],
+)
+def test_adapted_experts_that_vllm_cannot_load_are_refused(
+    there: list[str],
+    tmp_path: Path,
+    model_type: str,
+    experts: tuple[str, ...],
+    sentence: str | None,
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    lora = f"{{rank: 4, alpha: 8, target_parameters: [{', '.join(experts)}]}}"
+    servers = ["rollout=vllm", "weight_sync.content=adapter", f"actor.engine.lora={lora}"]
+    if sentence is None:
+        check_external_objects(load([*there, *servers]).config)
+        return
+    assert sentence in refusal([*there, *servers])
+
+
+@pytest.mark.parametrize(
+    ("build", "num_experts", "is_refused"),
+    [("2.13.0+cpu", 4, True), ("2.13.0+cpu", 0, False), ("2.13.0+cu130", 4, False)],
+)
+def test_adapter_of_a_model_with_experts_is_refused_on_cpu_servers(
+    there: list[str], tmp_path: Path, build: str, num_experts: int, is_refused: bool
+) -> None:
+    fields = {"model_type": "qwen3_moe", "num_experts": num_experts}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    packages = VLLM_ENVIRONMENT["packages"] | {"torch": build}
+    python = interpreter(tmp_path, says=json.dumps(VLLM_ENVIRONMENT | {"packages": packages}))
+    servers = [
+        "rollout=vllm",
+        f"runtime.rollout_python={python}",
+        "weight_sync.content=adapter",
+        "actor.engine.lora={rank: 4, alpha: 8}",
+    ]
+    if not is_refused:
+        check_external_objects(load([*there, *servers]).config)
+        return
+    assert "which serves no adapters of models with experts: set" in refusal([*there, *servers])
+
+
 def test_adapter_on_the_model_of_a_warm_start_is_accepted() -> None:
     overrides = [
         "experiment=quickstart",
@@ -1227,7 +1278,7 @@ def test_interpreter_of_this_environment_lists_its_packages() -> None:
     assert {"temper_trainer", "temper_engine_api", "torch"} <= environment["packages"].keys()
 
 
-VLLM_ENVIRONMENT = {
+VLLM_ENVIRONMENT: dict[str, Any] = {
     "packages": {"temper_trainer": "", "temper_engine_api": "", "vllm": "0.32.0"},
     "arguments": ["block_size", "load_format", "hf_token"],
     "load_formats": ["auto", "dummy"],

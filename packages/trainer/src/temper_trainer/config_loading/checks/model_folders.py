@@ -31,6 +31,10 @@ _MODEL_TYPE_FILES = ("auto_mappings.py", "configuration_auto.py")
 """Files of transformers that list its model types, by version."""
 
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Fields of a config.json that models use for the number of experts in a layer."""
+
+
 def find_model_problems(config: TrainerConfig) -> Iterator[str]:
     """Yield what is wrong with model folders and the tokenizer folder."""
     for name, engine in config.models.items():
@@ -54,7 +58,11 @@ def find_model_problems(config: TrainerConfig) -> Iterator[str]:
                 "servers have no base to put the adapter on: set weight_sync.content=full, or save "
                 "the base as a Hugging Face directory first."
             )
-        yield from find_adapter_problems(config.actor.engine.lora, key="actor.engine.lora")
+        yield from find_adapter_problems(
+            config.actor.engine.lora,
+            key="actor.engine.lora",
+            model_type=str(read_model_fields(config.actor.engine.model).get("model_type")),
+        )
     for name, role in config.trained_roles.items():
         adapter = role.engine.lora.path
         if adapter is None:
@@ -164,13 +172,12 @@ def _find_served_parallelism_problems(config: TrainerConfig) -> Iterator[str]:
 
 
 def _find_head_problems(key: str, size: int, *, role: str, model: ModelSpec) -> Iterator[str]:
-    if model.path is None:
-        location = f"in {role}.engine.model.architecture"
-        fields: Mapping[str, object] = model.architecture
-    else:
-        location = f"of the model in {model.path}"
-        fields = read_json_fields(Path(model.path) / "config.json")
-    num_heads = select_text_fields(fields).get("num_attention_heads")
+    location = (
+        f"in {role}.engine.model.architecture"
+        if model.path is None
+        else f"of the model in {model.path}"
+    )
+    num_heads = select_text_fields(read_model_fields(model)).get("num_attention_heads")
     if isinstance(num_heads, int) and num_heads % size:
         yield (
             f"{key} is {size}, which does not divide the {num_heads} attention heads {location}: "
@@ -306,6 +313,20 @@ def read_json_fields(path: Path) -> Mapping[str, object]:
     except (OSError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
+
+
+def read_model_fields(model: ModelSpec) -> Mapping[str, object]:
+    """Return the fields of a model's config.json, or its architecture if it has no folder."""
+    if model.path is None:
+        return model.architecture
+    return read_json_fields(Path(model.path) / "config.json")
+
+
+def has_experts(model: ModelSpec) -> bool:
+    """Return True if the text part of a model has layers with several experts."""
+    fields = select_text_fields(read_model_fields(model))
+    counts = [fields.get(name) for name in _EXPERT_COUNTS]
+    return any(isinstance(count, int) and count > 1 for count in counts)
 
 
 def select_text_fields(model_config: Mapping[str, object]) -> Mapping[str, object]:

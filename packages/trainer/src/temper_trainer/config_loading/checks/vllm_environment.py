@@ -13,6 +13,7 @@ from typing import Any
 from temper_engine_api.errors import ConfigError, format_install
 from temper_trainer.config.rollout import VllmConfig
 from temper_trainer.config.trainer_config import TrainerConfig
+from temper_trainer.config_loading.checks.model_folders import has_experts
 from temper_trainer.rollout.vllm import vllm_versions
 from temper_trainer.settings.names import is_installed
 
@@ -121,12 +122,15 @@ def _read_last_line(text: str) -> str:
 
 
 def find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
-    """Yield arguments and load formats of servers that the vLLM of this host does not have."""
+    """Yield settings of servers that the vLLM of this host does not have or cannot run."""
     vllm, python = config.rollout.vllm, config.runtime.rollout_python or sys.executable
     is_elsewhere = vllm.has_remote_servers or config.runtime.address is not None
     if config.rollout.sampler != "vllm" or not config.generates_completions or is_elsewhere:
         return
-    if not vllm.engine_kwargs and vllm.load_format == VllmConfig().load_format:
+    model = config.actor.engine.model
+    serves_experts = config.weight_sync.content == "adapter" and has_experts(model)
+    has_options = bool(vllm.engine_kwargs) or vllm.load_format != VllmConfig().load_format
+    if not serves_experts and not has_options:
         return
     try:
         environment = describe_environment(python)
@@ -134,6 +138,14 @@ def find_vllm_problems(config: TrainerConfig) -> Iterator[str]:
         environment = None
     if environment is None or "vllm" not in environment["packages"]:
         return
+    # A server that may load adapters replaces all experts by layers that only GPUs have, even if
+    # the adapter leaves experts out ("Monolithic kernels are not supported for Fused MoE LoRA").
+    if serves_experts and environment["packages"].get("torch", "").endswith("+cpu"):
+        yield (
+            "weight_sync.content is adapter, and the actor's model has experts, but the vLLM in "
+            f"{python} is a build for CPUs, which serves no adapters of models with experts: set "
+            "weight_sync.content=full, which sends the merged weights."
+        )
     owner = f"which vLLM {environment['packages']['vllm']} in {python} does not have"
     # A list that could not be read from vLLM's source is missing.
     arguments: list[str] = environment.get("arguments", [])
