@@ -510,7 +510,7 @@ MODELS = (
     Case(
         name="model path is a file",
         arguments=("actor.engine.model.path=train.jsonl",),
-        expects="correct the path",
+        expects="give the folder of a Hugging Face model",
         before=NEW,
     ),
     Case(

@@ -63,6 +63,14 @@ def test_a_path_that_is_not_a_directory_is_rejected_before_any_download(path: st
         build_model(ModelSpec(path=path), attention="eager")
 
 
+def test_a_config_with_an_invalid_setting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": "320"}')
+    with pytest.raises(
+        ConfigError, match=r"/config.json has an invalid setting: .*'vocab_size' expected int"
+    ):
+        build_model(ModelSpec(path=str(tmp_path)), attention="eager")
+
+
 def test_a_missing_weight_is_named(saved: Path) -> None:
     weights = load_file(saved / "model.safetensors")
     del weights["model.norm.weight"]

@@ -117,3 +117,11 @@ def test_model_directory_with_an_unreadable_config_is_refused(tmp_path: Path) ->
         match=r"cannot read the config of the model in .*: Unrecognized model.* config.json",
     ):
         load_hf_config(ModelSpec(path=str(tmp_path)))
+
+
+def test_model_directory_with_an_invalid_setting_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2", "vocab_size": "320"}')
+    with pytest.raises(
+        ConfigError, match=r"/config.json has an invalid setting: .*'vocab_size' expected int"
+    ):
+        load_hf_config(ModelSpec(path=str(tmp_path)))

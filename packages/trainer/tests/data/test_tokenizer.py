@@ -156,6 +156,27 @@ def test_damaged_tokenizer_config_is_named(tmp_path: Path) -> None:
     assert f"{file} is not JSON" in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ["[]", '"text"'])
+def test_tokenizer_settings_that_are_no_object_are_named(tmp_path: Path, content: str) -> None:
+    build(TokenizerConfig(kind="word_level"), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ConfigError, match="copy or download the tokenizer's files again") as caught:
+        load_or_train(TokenizerConfig(path=str(tmp_path)), model_path=None, texts=())
+    assert f"{tmp_path}/tokenizer_config.json is a " in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ['"320"', "-1"])
+def test_invalid_config_of_the_model_of_a_tokenizer_is_named(tmp_path: Path, value: str) -> None:
+    build(TokenizerConfig(kind="word_level"), tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    layers = '"layer_types": ["full_attention"]'
+    config = f'{{"model_type": "qwen2", "num_hidden_layers": {value}, {layers}}}'
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ConfigError, match="num_hidden_layers") as caught:
+        load_or_train(TokenizerConfig(path=str(tmp_path)), model_path=None, texts=())
+    assert f"no tokenizer can be loaded from '{tmp_path}': " in str(caught.value)
+
+
 def test_training_a_tokenizer_without_texts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="learns from the training texts"):
         build(TokenizerConfig(kind="word_level"), tmp_path, [])

@@ -240,6 +240,11 @@ def read_attention_dropout(config: PretrainedConfig) -> float:
 def _load_config(path: str, *, allow_code: bool) -> PretrainedConfig:
     try:
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=allow_code)
+    except StrictDataclassError as error:
+        raise ConfigError(
+            f"{path}/config.json has an invalid setting: {_first_sentence(error)} Correct it, or "
+            "copy or download the file again."
+        ) from error
     except ValueError as error:
         if allow_code:
             raise

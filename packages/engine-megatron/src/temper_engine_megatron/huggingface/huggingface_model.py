@@ -61,6 +61,11 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
             )
         try:
             read_config: PretrainedConfig = AutoConfig.from_pretrained(spec.path)
+        except StrictDataclassError as error:
+            raise ConfigError(
+                f"{spec.path}/config.json has an invalid setting: {_first_sentence(error)} Correct "
+                "it, or copy or download the file again."
+            ) from error
         except ValueError as error:
             raise ConfigError(
                 f"transformers cannot read the config of the model in {spec.path}: "

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -139,7 +140,8 @@ def _load(path: str | None) -> PreTrainedTokenizerBase:
         # tokenizers library a bare Exception.
         _check_tokenizer_file(Path(path) / "tokenizer.json")
         _check_json_files(Path(path))
-        if not isinstance(error, OSError | ValueError):
+        # If the folder has a model, its config.json is read, too, and may have an invalid setting.
+        if not isinstance(error, OSError | ValueError | StrictDataclassError):
             raise
         raise ConfigError(f"no tokenizer can be loaded from {path!r}: {error}") from error
     # If vocabulary files are missing, transformers creates a tokenizer that has only special
@@ -174,14 +176,19 @@ def _check_tokenizer_file(file: Path) -> None:
 
 
 def _check_json_files(folder: Path) -> None:
-    """Raise ConfigError if a JSON file in a folder cannot be parsed."""
+    """Raise ConfigError if a JSON file cannot be parsed, or if settings are not an object."""
     for file in sorted(folder.glob("*.json")):
         try:
-            json.loads(file.read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{file} is not JSON ({error}): copy or download the tokenizer's files again."
             ) from error
+        if file.name == "tokenizer_config.json" and not isinstance(content, dict):
+            raise ConfigError(
+                f"{file} is a {type(content).__name__}, but must be a JSON object: copy or "
+                "download the tokenizer's files again."
+            )
 
 
 def _to_transformers(trained: Tokenizer) -> PreTrainedTokenizerBase:

@@ -29,6 +29,7 @@ from temper_trainer.config_loading.checks import vllm_environment
 from temper_trainer.config_loading.checks.external_checks import (
     check_external_objects,
     check_libraries,
+    check_models,
 )
 from temper_trainer.environment.sandbox import open_sandbox
 from temper_trainer.rollout.vllm.served_adapters import ServedAdapter
@@ -109,7 +110,17 @@ def test_file_of_a_model_is_no_model(there: list[str], tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text("{}")
     assert refusal([*there, f"actor.engine.model.path={file}"]).startswith(
-        f"actor.engine.model.path is {file}, which is a file: give its folder, {tmp_path}."
+        f"actor.engine.model.path is {file}, which is a file: write {tmp_path}, its folder."
+    )
+
+
+def test_other_file_in_place_of_a_model_is_no_model(
+    there: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal([*there, "actor.engine.model.path=train.jsonl"]) == (
+        "actor.engine.model.path is train.jsonl, which is a file: give the folder of a Hugging "
+        "Face model."
     )
 
 
@@ -904,6 +915,57 @@ def test_web_page_in_place_of_weights_is_named(there: list[str], tmp_path: Path)
     assert f"{weights} is a web page in place of weights: download the file" in refusal(there)
 
 
+def test_link_to_missing_weights_is_named(there: list[str], tmp_path: Path) -> None:
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to(tmp_path / "gone")
+    assert f"{weights} is a link to {tmp_path}/gone, which is not there: copy" in refusal(there)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_folder_in_place_of_weights_is_named(there: list[str], tmp_path: Path, name: str) -> None:
+    (tmp_path / "model" / "model.safetensors").unlink()
+    weights = tmp_path / "model" / name
+    weights.mkdir()
+    assert f"{weights} is not a file: copy or download the weights" in refusal(there)
+
+
+def test_tensor_of_the_index_that_its_file_lacks_is_named(there: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    index = folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"w": "model.safetensors"}}')
+    check_external_objects(load(there).config)
+    index.write_text('{"weight_map": {"w": "model.safetensors", "v": "model.safetensors"}}')
+    assert (
+        f"{folder}/model.safetensors has no tensor v, which {index} expects there: copy or "
+        "download the directory again."
+    ) in refusal(there)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "problem"),
+    [
+        ("vocab_size", "320", "Field 'vocab_size' expected int, got str (value: '320')"),
+        ("hidden_size", "32", "Field 'hidden_size' expected int, got str (value: '32')"),
+        ("num_hidden_layers", -1, "`num_hidden_layers` (-1) must be equal to"),
+    ],
+)
+def test_setting_of_a_model_that_transformers_refuses_is_named(
+    there: list[str], tmp_path: Path, field: str, value: object, problem: str
+) -> None:
+    layers = ["full_attention"] * 2
+    fields = {"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": layers, field: value}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(fields))
+    # The setting makes the engine check the model.
+    loaded = load([*there, "actor.engine.precision.compute=fp32"])
+    with pytest.raises(ConfigError) as caught:
+        check_models(loaded)
+    text = str(caught.value)
+    assert f"{tmp_path}/model/config.json has an invalid setting: " in text
+    assert problem in text
+    assert text.endswith("Correct it, or copy or download the file again.")
+
+
 @pytest.mark.parametrize("size", [0, 20, len(WEIGHTS) - 1])
 def test_truncated_weights_of_an_adapter_are_named(
     there: list[str], tmp_path: Path, size: int
@@ -1139,6 +1201,7 @@ def test_teacher_without_tokenizer_files_is_refused(there: list[str], tmp_path: 
     ("content", "sentence"),
     [
         ("{", "config.json is not JSON ("),
+        ("\ufeff{}", "config.json is not JSON (it starts with a byte order mark: save it as UTF-8"),
         ("[]", "config.json is a list, but must be a JSON object"),
         (
             '{"model_type": "qwen0"}',

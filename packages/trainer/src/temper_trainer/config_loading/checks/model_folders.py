@@ -216,7 +216,10 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
         return _describe_unknown_type(f"{key}.architecture.model_type", model.architecture)
     path, folder = model.path, Path(model.path)
     if folder.is_file():
-        return f"{key}.path is {path}, which is a file: give its folder, {folder.parent}."
+        remedy = "give the folder of a Hugging Face model."
+        if _is_model(str(folder.parent)):
+            remedy = f"write {folder.parent}, its folder."
+        return f"{key}.path is {path}, which is a file: {remedy}"
     if not _is_model(path):
         remedy = "correct the path, or put the model there first."
         if _is_model(f"{path}/huggingface"):
@@ -242,7 +245,10 @@ def _find_model_problem(key: str, model: ModelSpec) -> str | None:
             f"config.json): {remedy}"
         )
     try:
-        model_config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        text = (folder / "config.json").read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            raise ValueError("it starts with a byte order mark: save it as UTF-8 without BOM")
+        model_config = json.loads(text)
     except ValueError as error:
         return f"{key}.path: {folder}/config.json is not JSON ({error}): copy or download it again."
     if not isinstance(model_config, dict):
