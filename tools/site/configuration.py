@@ -149,8 +149,8 @@ def build_configuration_pages() -> dict[str, str]:
     """Return the pages in Markdown by file name: an index, a page per block and per engine."""
     entries = list(iterate_entries(TrainerConfig, engine_class=EngineConfig))
     meanings = read_field_docstrings(TrainerConfig)
-    blocks = [entry for entry in entries if entry.block or entry.item]
-    leaves = [entry for entry in entries if not entry.block and not entry.item]
+    blocks = [entry for entry in entries if entry.block or entry.item or entry.choice]
+    leaves = [entry for entry in entries if entry not in blocks]
     seen: dict[type, str] = {}
     pages = {f"{entry.name}.md": _build_block_page(entry, meanings, seen) for entry in blocks}
     for name in ("fsdp", "megatron"):
@@ -170,9 +170,12 @@ def build_configuration_pages() -> dict[str, str]:
 
 def _build_block_page(entry: Entry, meanings: Mapping[str, str], seen: dict[type, str]) -> str:
     """Return the page of a top-level block; `seen` maps documented classes to their prefixes."""
+    head = f"# {entry.name}\n\n{_describe_block(entry, meanings)}\n"
+    if entry.choice is not None:
+        # The title of the page already has the meaning.
+        return "\n".join([head, *_iterate_variant_lines(entry.name, entry, seen=seen)]) + "\n"
     prefix, nested = _find_nested("", entry)
     assert nested is not None
-    head = f"# {entry.name}\n\n{_describe_block(entry, meanings)}\n"
     if nested in seen:
         return f"{head}\nThe same keys as {_link_block(seen[nested])}.\n"
     seen[nested] = prefix
@@ -246,7 +249,8 @@ def _iterate_block_lines(
         chosen = entry if entry.item is None else entry.item
         if chosen.choice is not None:
             key, meaning = inner.removesuffix("."), meanings.get(entry.name, "")
-            yield from _iterate_variant_lines(key, chosen, meaning=meaning, seen=seen)
+            yield f"\n## {key}\n\n{meaning}"
+            yield from _iterate_variant_lines(key, chosen, seen=seen)
         if nested is None:
             continue
         if nested in seen:
@@ -258,19 +262,18 @@ def _iterate_block_lines(
         yield from _iterate_block_lines(inner, nested, engine_class=engine_class, seen=seen)
 
 
-def _iterate_variant_lines(
-    key: str, entry: Entry, *, meaning: str, seen: dict[type, str]
-) -> Iterator[str]:
-    """Yield the heading of a tagged union, then the table of each variant."""
+def _iterate_variant_lines(key: str, entry: Entry, *, seen: dict[type, str]) -> Iterator[str]:
+    """Yield the default of a tagged union, then the table of each variant and its blocks."""
     choice = entry.choice
     assert choice is not None
     is_off = entry.has_default and entry.default is None
     default = "null" if is_off else f"`{entry.default_variant}`"
-    yield f"\n## {key}\n\n{meaning} The default is {default}."
+    yield f"The default is {default}."
     if choice.union in seen:
         yield f"The same settings as {_link_block(seen[choice.union])}."
         return
     seen[choice.union] = f"{key}."
+    blocks: dict[str, type | None] = {}
     for name, cls in list_classes(choice).items():
         yield f"\n### {key}: {name}\n\n{(inspect.getdoc(cls) or '').partition(chr(10))[0]}\n"
         own, shared = split_settings(choice, name=name, engine_class=EngineConfig)
@@ -279,6 +282,11 @@ def _iterate_variant_lines(
             yield f"As `{other}`: {', '.join(f'`{each}`' for each in settings)}\n"
         if own:
             yield from _iterate_table_lines(f"{key}.", own, read_field_docstrings(cls))
+        blocks |= dict(_find_nested(f"{key}.", setting) for setting in own)
+    for prefix, nested in blocks.items():
+        if nested is not None and nested not in seen:
+            seen[nested] = prefix
+            yield from _iterate_block_lines(prefix, nested, engine_class=EngineConfig, seen=seen)
 
 
 def _iterate_table_lines(

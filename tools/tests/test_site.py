@@ -117,6 +117,7 @@ def test_configuration_reference_explains_every_key() -> None:
     page = "\n".join(build_configuration_pages().values())
     rows = dict(re.findall(r"^\| `([^`]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
     assert {"task", "batching.max_tokens", "run.seed", "strategy", "tensor_parallel"} <= rows.keys()
+    assert {"preference.beta", "algorithm.rollout_correction.reject.NAME.low"} <= rows.keys()
     assert [key for key, meaning in rows.items() if not meaning.strip()] == []
     for entry in iterate_entries(TrainerConfig, engine_class=EngineConfig):
         assert f"`{entry.name}" in page or f"# {entry.name}\n" in page
