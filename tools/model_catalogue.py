@@ -30,6 +30,7 @@ from temper_engine_fsdp.model.huggingface_model import build_model
 from temper_engine_fsdp.model.output_head import build_head_request
 from temper_engine_fsdp.model.pack_layout import PackLayout
 from temper_engine_fsdp.model.packed_model import PackedModel, build_head, make_constant_getter
+from temper_engine_fsdp.model.weight_names import read_file_names
 
 CPU = torch.device("cpu")
 LENGTHS = (7, 1, 12, 7, 3)
@@ -252,6 +253,7 @@ def check_model(name: str) -> tuple[str, str]:
     )
     try:
         model = build_model(spec, attention=packed_attention.SDPA_VARLEN).eval()
+        read_file_names(model).check_known()
         add_noise(model)
         packed_logprobs = compute_packed_logprobs(model, batch, spec=spec)
     except (CapabilityError, ConfigError) as error:

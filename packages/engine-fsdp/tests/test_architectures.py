@@ -15,6 +15,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from temper_engine_api.batch import SequenceBatch
+from temper_engine_api.conformance.harness.measurements import (
+    ONE_MICRO_BATCH,
+    collect_weights,
+    rank_slice,
+    run_update,
+)
+from temper_engine_api.conformance.inputs.probes import SftProbe
 from temper_engine_api.errors import CapabilityError, WeightError
 from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, Scalar
@@ -201,16 +208,22 @@ def test_missing_expert_is_named_and_nothing_is_loaded(
         )
 
 
-def test_unknown_file_names_are_rejected_on_export_and_load(
-    start: Callable[..., FSDPEngine], config: FSDPConfig
+def test_experts_that_the_model_declares_inside_a_layer_are_sharded_with_it(
+    config: FSDPConfig, start: Callable[..., FSDPEngine], batch: SequenceBatch
 ) -> None:
+    fields = {"model_type": "aria_text", "moe_num_experts": 4, "moe_topk": 2, "pad_token_id": 0}
+    engine = start(model=ModelSpec(architecture={**config.model.architecture, **fields}))
+    before = collect_weights(engine)
+    engine.set_loss_fn(SftProbe())
+    run_update(engine, [rank_slice(engine, batch, split=ONE_MICRO_BATCH)])
+    name = "model.layers.0.mlp.experts.fc1.weight"
+    assert not torch.equal(collect_weights(engine)[name], before[name])
+
+
+def test_model_that_could_not_be_exported_is_refused_before_training(config: FSDPConfig) -> None:
     # Files have one tensor for gate and up, which transformers loads into two.
     hrm = {"model_type": "hrm_text", "tie_word_embeddings": False, "head_dim": 8}
-    engine = start(model=ModelSpec(architecture={**config.model.architecture, **hrm}))
-    with (
-        pytest.raises(CapabilityError, match=r"transformers saves .* of this hrm_text model"),
-        engine.export_weights() as stream,
-    ):
-        next(iter(stream))
-    with pytest.raises(CapabilityError, match="cannot be exported or loaded"):
-        engine.load_weights(iter(()))
+    refused = replace(config, model=ModelSpec(architecture={**config.model.architecture, **hrm}))
+    for check in (FSDPEngine.check_model, lambda config: FSDPEngine(config).init_model()):
+        with pytest.raises(CapabilityError, match=r"transformers saves .* of this hrm_text model"):
+            check(refused)

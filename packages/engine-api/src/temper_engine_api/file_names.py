@@ -118,8 +118,7 @@ def find_file_names(
             experts.
 
     Returns:
-        The names. Those of tensors whose conversion is not understood are reported later by
-        `FileNames.check_known`, because a model can be trained without an export.
+        The names. `FileNames.check_known` reports tensors whose conversion is not understood.
     """
     converted = {name: shape for name, shape in shapes.items() if name not in files}
     probes = {

@@ -187,7 +187,7 @@ def _build(
     )
     check_no_sequence_parallel(hf, size=config.sequence_parallel)
     # Do this before an adapter is attached, which changes the weight names below it.
-    file_names = read_file_names(hf, files=find_model_files(config.model) or ())
+    file_names = _read_file_names(config, hf)
     adapter = _attach_adapter(config, hf)
     sequence_group = (
         SequenceGroup(data_groups.sequence_parallel) if config.sequence_parallel > 1 else None
@@ -275,7 +275,8 @@ def check_model(config: FSDPConfig) -> None:
         ConfigError: If the architecture is invalid, the attention kernel has no dropout but the
             model has, the adapter names no module of the model, or the optimizer does not accept
             the configured arguments.
-        CapabilityError: If the model or the optimizer is not supported.
+        CapabilityError: If the model or the optimizer is not supported, or the names of the
+            model's tensors in files are not known.
         WeightError: If weight files have other names or shapes than the model.
     """
     packed_attention.register_kernels()
@@ -283,6 +284,7 @@ def check_model(config: FSDPConfig) -> None:
         hf = build_model(config.model, attention=packed_attention.SDPA_VARLEN, load_weights=False)
     packed_attention.check_dropout(config.attention, dropout=read_attention_dropout(hf.config))
     check_weight_headers(hf, spec=config.model)
+    _read_file_names(config, hf)
     warn_about_undeclared_keys(hf.config, architecture=config.model.architecture)
     check_heads(
         hf.config.get_text_config(decoder=True).num_attention_heads, size=config.sequence_parallel
@@ -312,6 +314,17 @@ def check_model(config: FSDPConfig) -> None:
     else:
         # The weights have no values on the meta device.
         lora_adapter.attach_adapter(hf, spec=lora, model=config.model, computes_magnitudes=False)
+
+
+def _read_file_names(config: FSDPConfig, hf: PreTrainedModel) -> FileNames:
+    """Find the names of the model's tensors in files.
+
+    Raises:
+        CapabilityError: If the model could be trained, but neither exported nor saved.
+    """
+    names = read_file_names(hf, files=find_model_files(config.model) or ())
+    names.check_known()
+    return names
 
 
 def _build_hf(

@@ -230,13 +230,18 @@ def find_layers(hf: PreTrainedModel, *, names: tuple[str, ...]) -> list[nn.Modul
     """Return the modules to shard one by one.
 
     These are the modules of the classes in ``names``. If it is empty, they are the modules that the
-    model declares as indivisible.
+    model declares as indivisible, without those inside another one.
 
     Raises:
         ConfigError: If a class does not occur in the model.
     """
     class_names = set(names) or set(hf._no_split_modules or ())
     layers = [module for module in hf.modules() if type(module).__name__ in class_names]
+    if not names:
+        # Aria declares its decoder layers and the experts in them. FSDP would have to shard the
+        # inner modules first, and a layer is small enough to be gathered at once.
+        inner = {child for layer in layers for child in layer.modules() if child is not layer}
+        layers = [layer for layer in layers if layer not in inner]
     if names and class_names - {type(layer).__name__ for layer in layers}:
         present = sorted({type(module).__name__ for module in hf.modules()})
         raise ConfigError(
