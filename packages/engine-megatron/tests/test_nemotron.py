@@ -66,6 +66,19 @@ def test_adapter_on_out_proj_of_mamba_layers_is_refused(config):
     assert not torch.distributed.is_initialized()
 
 
+def test_adapter_on_projections_of_narrow_experts_is_refused(config):
+    model = ModelSpec(architecture={**ARCHITECTURE, **VARIANTS["narrow-experts"]})
+    names = ("fc1_latent_proj", "fc2_latent_proj")
+    refused = r"includes model\.layers\.1\.mixer\.fc1_latent_proj, .* name fc1_latent_proj, fc2_"
+    with accept_untested_models():
+        for lora in (LORA, replace(LORA, target_modules=("q_proj", *names))):
+            with pytest.raises(ConfigError, match=refused):
+                MegatronEngine.check_model(replace(config, model=model, lora=lora))
+        MegatronEngine.check_model(
+            replace(config, model=model, lora=replace(LORA, exclude_modules=names))
+        )
+
+
 @pytest.mark.parametrize("model_type", ["value_model", "reward_model"])
 def test_model_without_a_head_for_tokens_is_refused(config, model_type):
     model = ModelSpec(architecture=ARCHITECTURE, model_type=model_type)

@@ -42,6 +42,14 @@ _UNSUPPORTED_FIELDS = (
 """Fields of PEFT's config that change the computation and are not implemented here."""
 _EXPERT_MATRICES = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 """Names of expert matrices in files. transformers stacks a layer's expert matrices."""
+_UNADAPTED_LAYERS: Mapping[str, str] = {
+    SHARED_EXPERT_GATE: "which is a parameter and no linear layer in Megatron",
+    **dict.fromkeys(
+        ("fc1_latent_proj", "fc2_latent_proj"),
+        "which projects tokens for the narrow experts of this engine outside Megatron's layers",
+    ),
+}
+"""Names of layers that the FSDP engine adapts and this one does not, and the reasons."""
 _PRIVATE_ADAPTER_FILES = ("adapter_checkpoint", "mp_rank_*_adapter.pt", "dist_ckpt")
 """Adapter files in other systems' private layouts."""
 
@@ -114,7 +122,7 @@ class AdapterPlan:
         requested = self.config.target_modules
         if requested == "all-linear":
             targets = tuple(name for name in modules if not _is_excluded(self.config, name))
-            _check_no_gates(
+            _check_no_unadapted(
                 [name for name in other_modules if not _is_excluded(self.config, name)],
                 modules=modules,
             )
@@ -125,7 +133,7 @@ class AdapterPlan:
                 if _is_matched(self.config, name) or self._names_weight(name)
             )
             wrong = [name for name in other_modules if _is_matched(self.config, name)]
-            _check_no_gates(wrong, modules=modules)
+            _check_no_unadapted(wrong, modules=modules)
             if wrong:
                 raise ConfigError(
                     f"lora.target_modules matches {wrong[0]}, which cannot be adapted: the "
@@ -388,17 +396,17 @@ def _check_no_expert_modules(
         )
 
 
-def _check_no_gates(matched: list[str], *, modules: tuple[str, ...]) -> None:
-    """Reject gates of shared experts, which are no linear layers in Megatron."""
-    for name in matched:
-        if _last_part(name) == SHARED_EXPERT_GATE:
-            raise ConfigError(
-                f"lora.target_modules includes {name}, which is a parameter and no linear layer in "
-                f"Megatron, so it cannot be adapted: name {SHARED_EXPERT_GATE} in "
-                "lora.exclude_modules, use some of "
-                f"{format_targets(_last_parts(modules))} in lora.target_modules, or use the FSDP "
-                "engine."
-            )
+def _check_no_unadapted(matched: list[str], *, modules: tuple[str, ...]) -> None:
+    """Reject layers that have adapters in the FSDP engine, but not in this one."""
+    unadapted = [name for name in matched if _last_part(name) in _UNADAPTED_LAYERS]
+    if unadapted:
+        raise ConfigError(
+            f"lora.target_modules includes {unadapted[0]}, "
+            f"{_UNADAPTED_LAYERS[_last_part(unadapted[0])]}, so it cannot be adapted: name "
+            f"{', '.join(_last_parts(tuple(unadapted)))} in lora.exclude_modules, use some of "
+            f"{format_targets(_last_parts(modules))} in lora.target_modules, or use the FSDP "
+            "engine."
+        )
 
 
 def _shorten(targets: tuple[str, ...], *, all_modules: tuple[str, ...]) -> set[str]:
