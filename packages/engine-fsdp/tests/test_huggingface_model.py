@@ -178,6 +178,16 @@ def test_model_that_would_mix_packed_sequences_is_refused(
         build_model(ModelSpec(architecture={**TINY, **fields}), attention="sdpa")
 
 
+def test_yarn_without_the_head_dim_that_transformers_reads_is_refused(tmp_path: Path) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    fields = {"model_type": "mixtral", "rope_parameters": {**yarn, "rope_theta": 1e4}}
+    with pytest.raises(ConfigError, match=r"model\.architecture: .* yarn .* set head_dim to 8"):
+        check_model(FSDPConfig(model=ModelSpec(architecture={**TINY, **fields})))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **fields}))
+    with pytest.raises(ConfigError, match=r"config\.json: .* yarn .* set head_dim to 8"):
+        check_model(FSDPConfig(model=ModelSpec(path=str(tmp_path))))
+
+
 @pytest.mark.parametrize("name", ["window", "sliding_window"])
 def test_fields_of_code_outside_transformers_are_read_however_they_are_set(name: str) -> None:
     class OwnConfig(PretrainedConfig):

@@ -24,7 +24,10 @@ from temper_engine_api.objective import HeadOutput
 from temper_engine_api.specs import ModelSpec, OffloadSpec, PrecisionSpec
 from temper_engine_megatron.components import check_model
 from temper_engine_megatron.engine import MegatronEngine
-from temper_engine_megatron.huggingface.model_comparison import accept_untested_models
+from temper_engine_megatron.huggingface.model_comparison import (
+    TESTED_ROPE_TYPES,
+    accept_untested_models,
+)
 
 
 def mean_loss(data, predictions, ctx):
@@ -124,7 +127,9 @@ def test_model_with_a_window_has_the_gradients_of_transformers(config, start, ba
     model = ModelSpec(
         architecture={**config.model.architecture, **fields, "initializer_range": 0.3}
     )
-    check_gradients(config, start, batch, model=model)
+    # Mistral's are compared in another process at the first start, and here.
+    with accept_untested_models():
+        check_gradients(config, start, batch, model=model)
 
 
 YARN = {
@@ -152,38 +157,91 @@ LATENT = {
 }
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"model_type": "gpt_oss", "num_local_experts": 4, "rope_parameters": YARN, **EXPERTS},
-        {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
-        # Half of the dimensions of a head rotate, and only these have the factor.
-        {
-            **LATENT,
-            "model_type": "glm4_moe",
-            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXTENDED = {
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "rope_parameters": YARN,
+        **EXPERTS,
+    },
+    "deepseek_v3": {**LATENT, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+    # Half of the dimensions of a head rotate, and only these have the factor.
+    "glm4_moe": {
+        **LATENT,
+        "model_type": "glm4_moe",
+        "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+    },
+    "gemma3_text": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "layer_types": ("sliding_attention", "full_attention"),
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 16,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
         },
-        # Only an extended context changes the scale.
-        {**LATENT, "rope_parameters": {**YARN, "rope_type": "default", "mscale_all_dim": 0.5}},
-        {
-            "model_type": "gemma3_text",
-            "head_dim": 8,
-            "layer_types": ("sliding_attention", "full_attention"),
-            "sliding_window": 4,
-            "query_pre_attn_scalar": 16,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
-                "full_attention": {"rope_type": "linear", "rope_theta": 1e5, "factor": 8.0},
-            },
-        },
-    ],
-    ids=["gpt_oss", "deepseek_v3", "glm4_moe", "deepseek_v3-not-extended", "gemma3_text"],
-)
-def test_extended_context_has_the_gradients_of_transformers(config, start, batch, fields):
+    },
+    # These two have no head_dim, as published.
+    "qwen2": {"rope_parameters": YARN},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "rope_parameters": YARN,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "rope_parameters": YARN},
+    "llama": {"model_type": "llama", "rope_parameters": LLAMA3},
+}
+
+
+@pytest.mark.parametrize("model_type", TESTED_ROPE_TYPES)
+def test_extended_context_has_the_gradients_of_transformers(config, start, batch, model_type):
+    fields = EXTENDED[model_type]
+    rope = fields["rope_parameters"]
+    assert rope.get("full_attention", rope)["rope_type"] == TESTED_ROPE_TYPES[model_type]
     model = ModelSpec(
         architecture={**config.model.architecture, **fields, "initializer_range": 0.3}
     )
     check_gradients(config, start, batch, model=model)
+
+
+def test_glm_with_an_extended_context_needs_no_head_dim(config):
+    fields = {name: value for name, value in EXTENDED["glm4_moe"].items() if name != "head_dim"}
+    model = ModelSpec(architecture={**config.model.architecture, **fields})
+    MegatronEngine.check_model(replace(config, model=model))
+
+
+def test_latent_attention_is_scaled_for_an_extended_context_only(config, start, batch):
+    rope = {**YARN, "rope_type": "default", "mscale_all_dim": 0.5}
+    fields = {**LATENT, "rope_parameters": rope, "initializer_range": 0.3}
+    model = ModelSpec(architecture={**config.model.architecture, **fields})
+    check_gradients(config, start, batch, model=model)
+
+
+def test_mistral_with_an_extended_context_has_the_gradients_of_transformers(config, start, batch):
+    model = ModelSpec(
+        architecture={**config.model.architecture, **MISTRAL, "rope_parameters": YARN}
+        | {"initializer_range": 0.3}
+    )
+    with accept_untested_models():
+        check_gradients(config, start, batch, model=model)
+
+
+def test_yarn_of_mixtral_is_refused_without_the_head_dim_that_transformers_reads(config):
+    fields = {"model_type": "mixtral", "rope_parameters": YARN}
+    model = ModelSpec(architecture={**config.model.architecture, **fields})
+    with pytest.raises(ConfigError, match=r"model\.architecture: .* yarn .* set head_dim to 8\."):
+        MegatronEngine.check_model(replace(config, model=model))
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,12 @@ from temper_engine_megatron.huggingface.model_comparison import (
     shrink_config,
 )
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32768,
+}
 GEMMA = {"num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8}
 
 
@@ -66,6 +72,10 @@ def test_tiny_model_has_layers_with_windows_and_without():
         ("glm4_moe", {"partial_rotary_factor": 1.0}, ["partial_rotary_factor=1"]),
         ("glm4_moe", {"partial_rotary_factor": 0.5}, []),
         ("qwen2", {"use_sliding_window": True, "tie_word_embeddings": True}, []),
+        ("llama", {"rope_parameters": YARN}, ["rope_type='yarn'"]),
+        ("mixtral", {"rope_parameters": YARN, "head_dim": 128}, ["rope_type='yarn'"]),
+        ("qwen2", {"rope_parameters": YARN}, []),
+        ("gemma3_text", {"rope_parameters": {"full_attention": YARN}}, ["rope_type='yarn'"]),
         ("nemotron_h", {"moe_latent_size": 16, "mamba_num_heads": 64}, ["moe_latent_size=16"]),
     ],
 )
@@ -97,20 +107,26 @@ def test_two_shared_experts_of_glm_compute_as_in_transformers():
 
 # Nightly: starts a process for a comparison, as above.
 @pytest.mark.nightly
-def test_tested_family_with_another_activation_is_refused():
-    config = AutoConfig.for_model("mistral", hidden_act="gelu")
-    with pytest.raises(
-        CapabilityError, match=r"MistralConfig with hidden_act='gelu'\. It computes"
-    ):
-        check(config)
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": None}, {"rope_parameters": YARN}])
+def test_mistral_computes_as_in_transformers(fields):
+    check(AutoConfig.for_model("mistral", **fields))
+
+
+# Nightly: starts a process for a comparison, as above.
+@pytest.mark.nightly
+def test_mistral_with_another_activation_is_refused():
+    # The bridge passes over the field.
+    with pytest.raises(CapabilityError, match=r"MistralConfig\. It does not compute"):
+        check(AutoConfig.for_model("mistral", hidden_act="gelu"))
 
 
 def test_family_of_a_killed_comparison_is_compared_again(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     # Ends without a result, as a process without memory does.
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    with pytest.raises(CapabilityError, match=r"cannot compute .* \(exit status 1: no output\)"):
-        check(AutoConfig.for_model("mistral", hidden_act="gelu"))
+    refused = r"Qwen2Config with hidden_act='gelu'\. It cannot .* \(exit status 1: no output\)"
+    with pytest.raises(CapabilityError, match=refused):
+        check(AutoConfig.for_model("qwen2", hidden_act="gelu"))
     assert not list(tmp_path.rglob("*.json"))
 
 

@@ -157,6 +157,32 @@ def check_head_counts(config: object, *, architecture: Mapping[str, object]) -> 
         )
 
 
+def check_yarn_head_dim(config: object, *, source: str) -> None:
+    """Check that a Hugging Face config with yarn has a head_dim, if its class has that field.
+
+    transformers multiplies with it, also where it is None, which is Mixtral's default.
+
+    Args:
+        config: The config of a text model.
+        source: Start of the message: the setting or file that has the config.
+
+    Raises:
+        ConfigError: If it is None.
+    """
+    # In `vars`, because configs of transformers with a size per layer refuse to be asked for one.
+    fields = vars(config)
+    if "head_dim" not in fields or fields["head_dim"] is not None:
+        return
+    rope = fields.get("rope_parameters") or {}
+    kinds = (rope, *(value for value in rope.values() if isinstance(value, Mapping)))
+    if any(kind.get("rope_type") == "yarn" for kind in kinds):
+        head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+        raise ConfigError(
+            f"{source}: the rope_type is yarn and head_dim is not set, with which transformers "
+            f"cannot compute the model's angles: set head_dim to {head_dim}."
+        )
+
+
 def check_field_types(settings: object, *, prefix: str = "") -> None:
     """Check that Literal fields have an allowed value and int fields a whole number.
 

@@ -27,7 +27,11 @@ from transformers.utils import logging
 
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.model_files import drop_quantization
-from temper_engine_api.settings_check import check_head_counts, check_number_ranges
+from temper_engine_api.settings_check import (
+    check_head_counts,
+    check_number_ranges,
+    check_yarn_head_dim,
+)
 from temper_engine_api.specs import ModelSpec
 from temper_engine_api.vision_language import has_image_encoder, list_encoder_modules
 from temper_engine_fsdp.model.token_mixers import (
@@ -204,6 +208,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
         loaded = _load_config(spec.path, allow_code=spec.trust_remote_code)
         text_config = loaded.get_text_config(decoder=True)
         check_number_ranges(text_config, source=f"{spec.path}/config.json")
+        check_yarn_head_dim(text_config, source=f"{spec.path}/config.json")
         return loaded
     fields = spec.to_config_fields()
     name = str(fields.pop("model_type"))
@@ -220,6 +225,7 @@ def read_config(spec: ModelSpec) -> PretrainedConfig:
         ) from error
     check_number_ranges(config, source="model.architecture")
     check_head_counts(config, architecture=spec.architecture)
+    check_yarn_head_dim(config, source="model.architecture")
     return config
 
 

@@ -26,7 +26,11 @@ from transformers import (
 from temper_engine_api.errors import CapabilityError, ConfigError, WeightError
 from temper_engine_api.file_names import FileNames, find_file_names
 from temper_engine_api.model_files import ModelFiles, drop_quantization
-from temper_engine_api.settings_check import check_head_counts, check_number_ranges
+from temper_engine_api.settings_check import (
+    check_head_counts,
+    check_number_ranges,
+    check_yarn_head_dim,
+)
 from temper_engine_api.specs import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -75,6 +79,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
         drop_quantization(read_config)
         text_config = read_config.get_text_config(decoder=True)
         check_number_ranges(text_config, source=f"{spec.path}/config.json")
+        check_yarn_head_dim(text_config, source=f"{spec.path}/config.json")
         return read_config
     fields = spec.to_config_fields()
     model_type = str(fields.pop("model_type"))
@@ -92,6 +97,7 @@ def load_hf_config(spec: ModelSpec) -> PretrainedConfig:
         ) from error
     check_number_ranges(config, source="model.architecture")
     check_head_counts(config, architecture=spec.architecture)
+    check_yarn_head_dim(config, source="model.architecture")
     return config
 
 

@@ -101,6 +101,17 @@ _TAKEN = frozenset(
     }
 )
 """Fields, other than sizes, that may differ from the defaults of a tested model type."""
+TESTED_ROPE_TYPES: Mapping[str, str] = {
+    "deepseek_v3": "yarn",
+    "gemma3_text": "linear",
+    "glm4_moe": "yarn",
+    "gpt_oss": "yarn",
+    "qwen2": "yarn",
+    "qwen3": "yarn",
+    "qwen3_moe": "yarn",
+    "llama": "llama3",
+}
+"""Type of rotary embeddings, other than the default, that tests cover, by model type."""
 _IGNORED = frozenset(
     {
         *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
@@ -187,6 +198,9 @@ def list_untested_fields(hf_config: PretrainedConfig) -> list[str]:
     kinds = values.get("layers_block_type")
     if kinds is not None and "moe" not in kinds:
         untested.append(f"layers_block_type={kinds}")
+    tested_rope_types = {"default", TESTED_ROPE_TYPES.get(hf_config.model_type)}
+    rope_types = {settings.get("rope_type", "default") for settings in _list_rope_settings(values)}
+    untested += [f"rope_type={name!r}" for name in sorted(rope_types - tested_rope_types)]
     # Only some model types of transformers read it, but the engine does for all.
     factors = _list_rotary_factors(values)
     if factors != _list_rotary_factors(type(hf_config)().to_dict()):
@@ -195,10 +209,14 @@ def list_untested_fields(hf_config: PretrainedConfig) -> list[str]:
 
 
 def _list_rotary_factors(fields: Mapping[str, Any]) -> set[float]:
-    """Return which parts of a head rotate; layers of some kinds may have settings of their own."""
+    """Return which parts of a head rotate."""
+    return {settings.get("partial_rotary_factor", 1.0) for settings in _list_rope_settings(fields)}
+
+
+def _list_rope_settings(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the settings of rotary embeddings; layers of some kinds may have their own."""
     rope = fields.get("rope_parameters") or {}
-    kinds = [settings for settings in rope.values() if isinstance(settings, Mapping)] or [rope]
-    return {settings.get("partial_rotary_factor", 1.0) for settings in kinds}
+    return [settings for settings in rope.values() if isinstance(settings, Mapping)] or [rope]
 
 
 @contextmanager

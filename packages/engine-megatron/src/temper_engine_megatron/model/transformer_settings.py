@@ -397,11 +397,15 @@ def _attention_fields(transformer_config: Any, hf_config: PretrainedConfig) -> d
     }
     if rotary_scale != 1.0 and not transformer_config.multi_latent_attention:
         num_rotated = 2 * frequencies.shape[-1]
-        if num_rotated < transformer_config.kv_channels:
+        # Megatron derives a head_dim that the model's config does not have, but only in finalize().
+        head_dim = transformer_config.kv_channels or (
+            transformer_config.hidden_size // transformer_config.num_attention_heads
+        )
+        if num_rotated < head_dim:
             fields["rotary_scale"] = (num_rotated, rotary_scale)
         else:
             # Queries and keys have the factor each, in all of their dimensions.
-            scale = transformer_config.softmax_scale or transformer_config.kv_channels**-0.5
+            scale = transformer_config.softmax_scale or head_dim**-0.5
             fields["softmax_scale"] = scale * rotary_scale**2
     return fields
 
