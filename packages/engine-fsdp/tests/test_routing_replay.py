@@ -1,6 +1,7 @@
 """Test replayed choices of experts with every family of routers, and batches that do not fit."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from temper_engine_api.conformance.harness.tolerances import assert_all_close, g
 from temper_engine_api.conformance.inputs.model_families import FAMILIES
 from temper_engine_api.conformance.inputs.probes import ClippedPpoProbe, ZeroProbe
 from temper_engine_api.conformance.oracle.oracle_cache import OracleCache
-from temper_engine_api.errors import BatchError, CapabilityError, EngineStateError
+from temper_engine_api.errors import BatchError, CapabilityError, ConfigError, EngineStateError
 from temper_engine_api.objective import ROUTED_EXPERTS, HeadOutput
 from temper_engine_api.specs import ModelSpec
 from temper_engine_fsdp.config import FSDPConfig
@@ -109,3 +110,13 @@ def test_experts_that_do_not_fit_the_model_are_refused(
     packed = engine.shard_data(batch.with_columns({ROUTED_EXPERTS: experts}), max_tokens=64)
     with engine.eval_mode(), pytest.raises(BatchError, match=message):
         engine.forward_backward_batch(packed, forward_only=True, outputs=["logprob"])
+
+
+def test_router_loss_of_routers_that_cannot_be_observed_is_refused_with_that_reason(
+    config: FSDPConfig,
+) -> None:
+    # Its router has a linear layer `gate` in place of a weight.
+    fields = {**config.model.architecture, **MOE, "model_type": "afmoe", "num_dense_layers": 1}
+    refused = replace(config, model=ModelSpec(architecture=fields), router_aux_loss=0.01)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="AfmoeForCausalLM has no routers that can be observed"):
+        FSDPEngine.check_model(refused)

@@ -337,7 +337,7 @@ def build_routers(
     if losses.is_on and not routers:
         raise ConfigError(
             f"router_aux_loss is {losses.load_balancing} and router_z_loss is {losses.z}, but "
-            f"{type(model).__name__} has no router of experts: set them to 0."
+            f"{type(model).__name__} has no routers that can be observed: set them to 0."
         )
     if not routers or (is_compiled and not losses.is_on):
         return None
