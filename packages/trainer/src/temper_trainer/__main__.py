@@ -49,6 +49,7 @@ from temper_trainer.redaction import (
 )
 from temper_trainer.run_lock import NO_SPACE, RunLock
 from temper_trainer.runtime.placement import describe_plan
+from temper_trainer.stop_watcher import kill_started_processes, open_call_table
 from temper_trainer.versions import format_versions
 
 EXIT_FAILED = 1
@@ -80,6 +81,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.excepthook = print_redacted_traceback
     # `python -m` does this too; it lets reward functions in the current directory be imported.
     sys.path.insert(0, os.getcwd())
+    code = _execute_with_messages(options)
+    if arguments is None:
+        _end_hanging_calls(code)
+    return code
+
+
+def _end_hanging_calls(code: int) -> None:
+    """End the process if a call of a reward still runs in a thread.
+
+    At its exit the interpreter would wait for the threads and processes that the call has started.
+    """
+    if not open_call_table(os.getpid()).list_threads():
+        return
+    from temper_trainer.loops.run.interrupts import end_process  # imported by the run
+
+    # All parts of the run are closed, so the rewards have started what is left. The main thread is
+    # left out: its children may be older than this program, or belong to a module of the user.
+    own = threading.main_thread()
+    threads = [each.native_id for each in threading.enumerate() if each is not own]
+    kill_started_processes(each for each in threads if each is not None)
+    end_process(code)
+
+
+def _execute_with_messages(options: argparse.Namespace) -> int:
+    """Return the exit code, after a message about an error that a user can fix."""
     try:
         with _end_at_sigterm(options) as early_stop:
             code = _execute(options, early_stop=early_stop)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -48,7 +48,12 @@ _TABLE_BYTES = 1 << 16
 """Size of the table of calls; those that do not fit in it are not watched."""
 
 _MIN_BUSY_FRACTION = 0.25
-"""Fraction of its limit that a blocking call computes at least."""
+"""Fraction of its limit that a call must have computed to be taken for the one with the GIL."""
+_WAITING_FACTOR = 10
+"""Factor of the limit for a call that does not compute: another thread may hold the GIL, for
+example in a save, but not for that long."""
+_MAX_STEP_S = 1.0
+"""Maximum time that counts between two polls: both processes may be suspended for hours."""
 
 _SIGEV_THREAD = 2
 """Constant of POSIX: notify by calling a function in a new thread."""
@@ -112,6 +117,11 @@ class CallTable:
                 del self._calls[thread]
                 self._write()
 
+    def list_threads(self) -> list[int]:
+        """Return the native identifiers of the threads with an open call."""
+        with self._lock:
+            return list(self._calls)
+
     def beat(self) -> None:
         with self._lock:
             self._num_beats += 1
@@ -132,17 +142,52 @@ def open_call_table(process: int) -> CallTable:
 
 
 def watch_call(message: str, *, limit_s: float) -> AbstractContextManager[None]:
-    """Let a StopWatcher end this process if the body computes and holds the GIL for too long.
+    """Let a StopWatcher end this process if the body holds the GIL for too long.
 
     No thread can end such a call, for example a regular expression that backtracks. Works only on
     Linux.
 
     Args:
-        message: One line, written before this process is ended; `{saved}` is a sentence about the
-            last checkpoint.
-        limit_s: Maximum time in which no other thread of Python can run.
+        message: One line, written before this process is ended; `{seconds}` is the time without
+            the GIL, and `{saved}` a sentence about the last checkpoint.
+        limit_s: Maximum time in which no other thread of Python can run. It is ten times as long
+            if the body does not compute.
     """
     return open_call_table(os.getpid()).add(message, limit_s=limit_s)
+
+
+def kill_started_processes(threads: Iterable[int]) -> None:
+    """Kill the processes that threads of this process have started, with all their descendants.
+
+    Works only on Linux.
+    """
+    _kill_processes(_list_descendants(os.getpid(), threads))
+
+
+def _list_descendants(process: int, threads: Iterable[int]) -> list[int]:
+    """Return the processes that threads of a process have started, with all their descendants."""
+    descendants = []
+    for thread in threads:
+        try:
+            with open(f"/proc/{process}/task/{thread}/children") as file:
+                children = list(map(int, file.read().split()))
+        except OSError:  # it has ended, or the system has no such file
+            continue
+        for child in children:
+            descendants.append(child)
+            try:
+                descendants += _list_descendants(child, map(int, os.listdir(f"/proc/{child}/task")))
+            except OSError:  # the child has ended
+                continue
+    return descendants
+
+
+def _kill_processes(processes: Iterable[int]) -> None:
+    for process in processes:
+        try:
+            os.kill(process, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):  # it has ended, or runs as another user
+            continue
 
 
 class StopWatcher:
@@ -242,9 +287,12 @@ def main(arguments: Sequence[str]) -> None:
     # A pipe that no one reads must not block this process.
     if select.select([], [2], [], 0)[1]:
         os.write(2, f"{text}\n".encode())
+    # Listed before its end, after which they have another parent.
+    started = _list_descendants(parent.process, calls.list_threads())
     os.write(int(triggers[_EXIT_CODES.index(code)]), b"x")
     if not parent.ends_within(_KILL_AFTER_S):
         os.kill(parent.process, signal.SIGKILL)
+    _kill_processes(started)
 
 
 class _CallWatch:
@@ -254,39 +302,57 @@ class _CallWatch:
         self._process = process
         self._table = mmap.mmap(descriptor, _TABLE_BYTES, prot=mmap.PROT_READ)
         self._content = b""
-        self._changed_at = 0.0
-        """`time.monotonic` of the last change, which shows that a thread of Python has run."""
+        self._polled_at = time.monotonic()
+        self._blocked_s = 0.0
+        """Time since the last change, which shows that a thread of Python has run."""
         self._busy_s: dict[str, float] = {}
         """Computing time of the threads at the last change."""
 
     def find_blocking(self) -> str | None:
         """Return the message of a call that has held the GIL longer than its limit.
 
-        It must have computed for a part of the time, because a thread that waits while another one
-        holds the GIL, for example in a save, or that is suspended, does not compute. On a busy
-        machine the part may be small.
+        One that has computed for a part of the time holds it; on a busy machine the part may be
+        small. One that has not may only wait for it, and has a longer limit.
         """
         content, now = self._table[:], time.monotonic()
+        step_s, self._polled_at = min(now - self._polled_at, _MAX_STEP_S), now
         if content != self._content:
-            self._content, self._changed_at, self._busy_s = content, now, {}
+            self._content, self._blocked_s, self._busy_s = content, 0.0, {}
             return None
-        for line in content.partition(b"\0")[0].decode().split("\n")[1:]:
-            thread, limit_s, message = line.split(" ", 2)
+        if self._read_stat("stat")[0] not in "Tt":  # not stopped, as by Ctrl-Z or a debugger
+            self._blocked_s += step_s
+        for thread, limit_s, message in _parse_calls(content):
             busy_s = self._measure_busy_s(thread)
             busy_s -= self._busy_s.setdefault(thread, busy_s)
             limit = float(limit_s)
-            if now - self._changed_at >= limit and busy_s >= _MIN_BUSY_FRACTION * limit:
-                return message
+            if busy_s < _MIN_BUSY_FRACTION * limit:
+                limit *= _WAITING_FACTOR
+            if self._blocked_s >= limit:
+                return message.replace("{seconds}", f"{limit:g}")
         return None
 
+    def list_threads(self) -> list[int]:
+        """Return the threads with an open call."""
+        return [int(thread) for thread, _, _ in _parse_calls(self._table[:])]
+
     def _measure_busy_s(self, thread: str) -> float:
-        try:
-            with open(f"/proc/{self._process}/task/{thread}/stat") as file:
-                # The name of the program, in parentheses, may contain spaces.
-                fields = file.read().rpartition(")")[2].split()
-        except OSError:  # the process ends
-            return 0.0
+        fields = self._read_stat(f"task/{thread}/stat")
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def _read_stat(self, name: str) -> list[str]:
+        """Return the fields of a file of the kernel, from the state on."""
+        try:
+            with open(f"/proc/{self._process}/{name}") as file:
+                # The name of the program, in parentheses, may contain spaces.
+                return file.read().rpartition(")")[2].split()
+        except OSError:  # the process ends
+            return ["X", *["0"] * 12]
+
+
+def _parse_calls(content: bytes) -> list[list[str]]:
+    """Return thread, limit in seconds and message of each call in a CallTable."""
+    lines = content.partition(b"\0")[0].decode().split("\n")[1:]
+    return [line.split(" ", 2) for line in lines]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """Reward functions, and an environment, that the tests of the loops name by import path."""
 
+import multiprocessing
 import os
 import time
 from base64 import b64encode
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import quote
 
 from temper_trainer.config.environment import EnvironmentConfig
@@ -36,6 +38,23 @@ def waits(prompt: Prompt, completion: str) -> float:
         file.write("x")
     time.sleep(0.01)
     return share_of_digits(prompt, completion)
+
+
+def starts_what_hangs(prompt: Prompt, completion: str) -> float:
+    """Wait for a process in another thread, which the interpreter would join at its exit."""
+    del prompt, completion
+
+    def run() -> None:
+        process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
+        process.start()
+        with open(os.environ["TEMPER_TEST_MARKER"], "a") as file:
+            file.write(f"{process.pid}\n")
+        while True:
+            process.join()
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(run)
+    return 0.0
 
 
 def often_equal(prompt: Prompt, completion: str) -> float:

@@ -239,12 +239,12 @@ def test_process_that_does_not_stop_is_ended_after_the_grace_period(
 
 
 CALL_IN_THREAD = """
-import ctypes, threading, time
+import ctypes, subprocess, threading, time
 from temper_trainer.loops.run.interrupts import StopRequest
 from temper_trainer.stop_watcher import watch_call
 
 def call():
-    with watch_call("blocked. {{saved}}", limit_s=2.0):
+    with watch_call("blocked. {{saved}}", limit_s={limit_s}):
         {work}
 
 with StopRequest(grace_s=1.0) as stop, stop.defer():
@@ -256,13 +256,22 @@ with StopRequest(grace_s=1.0) as stop, stop.defer():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc measures threads")
 @pytest.mark.parametrize(
-    ("work", "main_work", "is_ended"),
+    ("work", "limit_s", "main_work", "is_ended"),
     [
-        pytest.param("sum(iter(int, 1))", "thread.join(30)", True, id="call holds the GIL"),
-        pytest.param("while True: pass", "thread.join(5)", False, id="call computes"),
+        pytest.param("sum(iter(int, 1))", 2.0, "thread.join(30)", True, id="call holds the GIL"),
+        pytest.param(
+            # The program has the pipes of this process, and has to end with it.
+            "subprocess.Popen(['sleep', '100']); ctypes.PyDLL(None).sleep(60)",
+            0.3,
+            "thread.join(30)",
+            True,
+            id="call holds the GIL and waits",
+        ),
+        pytest.param("while True: pass", 2.0, "thread.join(5)", False, id="call computes"),
         # PyDLL holds the GIL, as a save may do while a call waits.
         pytest.param(
             "while True: pass",
+            2.0,
             "ctypes.PyDLL(None).sleep(5)",
             False,
             id="another thread holds the GIL",
@@ -270,10 +279,11 @@ with StopRequest(grace_s=1.0) as stop, stop.defer():
     ],
 )
 def test_process_is_ended_by_a_call_that_never_releases_the_gil(
-    work: str, main_work: str, is_ended: bool
+    work: str, limit_s: float, main_work: str, is_ended: bool
 ) -> None:
+    program = CALL_IN_THREAD.format(work=work, limit_s=limit_s, main_work=main_work)
     done = subprocess.run(
-        [sys.executable, "-c", CALL_IN_THREAD.format(work=work, main_work=main_work)],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         timeout=60,

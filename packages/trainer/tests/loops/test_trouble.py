@@ -150,6 +150,26 @@ def test_reward_that_never_releases_the_gil_ends_the_run_within_three_timeouts(
     assert (run / "metrics.jsonl").read_text().count("\n") == 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, whose /proc lists children")
+def test_hanging_reward_ends_the_program_and_the_processes_it_has_started(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    hanging = "reward.function=temper_trainer_test_rewards:starts_what_hangs"
+    process = start(environment, tmp_path / "run", hanging, "reward.timeout_s=2")
+    try:
+        stopped = finish(process)
+    finally:
+        process.kill()
+    assert stopped.returncode == 1
+    assert "RewardFailureError: " in stopped.stderr
+    started = Path(environment["TEMPER_TEST_MARKER"]).read_text().split()
+    assert started
+    left = [each for each in started if Path(f"/proc/{each}/exe").exists()]
+    for each in left:
+        os.kill(int(each), signal.SIGKILL)
+    assert left == []
+
+
 # Nightly: test_interrupts.py ends a process that holds the GIL.
 @pytest.mark.nightly
 def test_sigterm_in_a_step_that_holds_the_gil_keeps_the_last_checkpoint(

@@ -192,6 +192,22 @@ def test_program_that_a_call_has_started_ends_with_its_time_limit(tmp_path: Path
         assert find_left([int((tmp_path / "program").read_text())]) == []
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc (Linux)")
+def test_program_that_a_hanging_call_has_started_ends_when_its_thread_is_given_up(
+    tmp_path: Path,
+) -> None:
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            with Scorer(replace(PATIENT, function="functions_for_tests:run_program")) as scorer:
+                (score,) = scorer.score(items(str(tmp_path / "program")))
+            assert score.failure is not None
+            assert score.failure.startswith("timeout")
+            assert find_left([int((tmp_path / "program").read_text())]) == []
+            assert other.poll() is None
+        finally:
+            other.kill()
+
+
 @needs_waitid
 @pytest.mark.parametrize("text", ["die", "hang"])
 def test_group_of_a_worker_is_killed_once_and_before_its_id_is_free(

@@ -7,6 +7,7 @@ blocks all threads; `stop_watcher` then ends the process. Such functions need wo
 """
 
 import asyncio
+import os
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from temper_trainer.reward.reward_calls import (
     call_with_retries,
     make_timeout_outcome,
 )
-from temper_trainer.stop_watcher import watch_call
+from temper_trainer.stop_watcher import kill_started_processes, open_call_table, watch_call
 
 _MAX_THREADS = 1024
 """Maximum number of calls at a time when too many hang."""
@@ -104,8 +105,12 @@ class ThreadScoring:
         return outcome
 
     def close(self) -> None:
-        """End idle threads; one whose call hangs ends with the process."""
+        """End idle threads, and kill the processes that calls which still run have started.
+
+        A thread whose call hangs ends with this process.
+        """
         self._threads.close()
+        kill_started_processes(open_call_table(os.getpid()).list_threads())
 
     def _resize(self, calls: CallRound) -> None:
         num_calls = calls.choose_num_calls(self._num_threads or self._pace.num_calls)
@@ -128,8 +133,8 @@ class ThreadScoring:
         prompt, _ = item
         limit_s = self._timeout_s + BLOCKED_AFTER_S
         message = (
-            f"ERROR: the reward {self._name} has held Python's global lock (GIL) for {limit_s:g} "
-            f"s, so reward.timeout_s cannot end the call, and the run is ended (prompt "
+            f"ERROR: the reward {self._name} has held Python's global lock (GIL) for "
+            f"{{seconds}} s, so reward.timeout_s cannot end the call, and the run is ended (prompt "
             f"{prompt.prompt_id}, {prompt.location}). {{saved}} Before that, correct the function, "
             "or set reward.num_workers=1, which only ends the call."
         )

@@ -20,6 +20,7 @@ from temper_trainer.stop_watcher import (
     StopWatcher,
     describe_saved_step,
     find_signal,
+    kill_started_processes,
     open_call_table,
 )
 
@@ -323,6 +324,7 @@ class StopRequest:
         if not self._closes_until(self.deadline):
             saved = describe_saved_step(self._run_dir)
             logger.error(_NOT_STOPPED.format(signal=name, grace=self._grace, saved=saved))
+            kill_started_processes(open_call_table(os.getpid()).list_threads())
             end_process(128 + self.requested)
 
     def _closes_until(self, deadline: float) -> bool:
