@@ -133,6 +133,13 @@ def build_file_graph(root: Path, files: Sequence[str], *, deleted: Sequence[str]
         for name in imported:
             if importer in modules and name in modules:
                 importers[modules[name]].add(modules[importer])
+    # The import graph has no edges to files that are not there.
+    removed = {_module_name(path): path for path in deleted if _is_src(path)}
+    for path in (path for path in files if removed and _is_src(path)):
+        source = ast.parse((root / path).read_text(), filename=path)
+        for name in _iterate_imports(ast.walk(source), module=_module_name(path)):
+            if name in removed:
+                importers[removed[name]].add(path)
     strings, tests = dict[str, str](), dict[str, tuple[TestFunction, ...]]()
     # Test helpers import each other by their bare names, because pytest puts no package above them.
     helpers = {

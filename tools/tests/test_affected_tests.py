@@ -143,6 +143,13 @@ def test_deleted_module_affects_the_tests_that_still_import_it(repository: Path)
     assert list_chosen(select(repository)) == {"test_loop": 1}
 
 
+def test_deleted_module_affects_the_tests_of_modules_that_still_import_it(
+    repository: Path,
+) -> None:
+    (repository / CORE / "src/made_core/base.py").unlink()
+    assert list_chosen(select(repository)) == {"test_base": 1, "test_batch": 2, "test_loop": 3}
+
+
 def test_changed_tool_affects_its_tests_and_a_page_only_its_checks(repository: Path) -> None:
     (repository / "tools/made_tool.py").write_text("X = 1\n")
     (repository / "docs/other.md").write_text("new\n")
