@@ -105,6 +105,12 @@ class CallTable:
 
     @contextmanager
     def add(self, message: str, *, limit_s: float) -> Iterator[None]:
+        """List a call of this thread while the body runs.
+
+        Args:
+            message: Line that is written if the call ends the process.
+            limit_s: Time without a beat after which it does.
+        """
         thread = threading.get_native_id()
         line = f"{thread} {limit_s:g} {message}".replace("\n", " ")
         with self._lock:
